@@ -229,16 +229,16 @@ class BlockLowering(Lowering):
 
 
 class TracedSubgraph:
-    """Part of a captured module that can be computed in blocks of some of its values.
+    """Subgraph of a captured module that can be computed in blocks of some of its values.
 
     Parameters
     ----------
     lowering : BlockLowering
-        Lowering of the part for whole images.
+        Lowering of the subgraph for whole images.
     inputs : list of Value
-        Values from outside the part: images, parameters and others.
+        Values from outside the subgraph: images, parameters and others.
     outputs : list of Value
-        Results of the part; each of their dimensions must be a single atom.
+        Results of the subgraph; each of their dimensions must be a single atom.
 
     Attributes
     ----------
@@ -259,13 +259,11 @@ class TracedSubgraph:
 
     def differentiable_inputs(self) -> list[frozenset[int]]:
         """Return, for each output, the positions of the inputs to which its gradient propagates."""
-        input_positions_by_id = {value.id: frozenset({at}) for at, value in enumerate(self.inputs)}
+        positions_by_id = {value.id: frozenset({at}) for at, value in enumerate(self.inputs)}
         for step in self.steps:
-            input_positions = frozenset[int]().union(*(input_positions_by_id.get(value, ()) for value in step.inputs))
-            input_positions_by_id |= {
-                out: input_positions for out in step.outputs if self.values[out].kind != "constant"
-            }
-        return [input_positions_by_id.get(out.id, frozenset()) for out in self.outputs]
+            positions = frozenset[int]().union(*(positions_by_id.get(value, ()) for value in step.inputs))
+            positions_by_id |= {out: positions for out in step.outputs if self.values[out].kind != "constant"}
+        return [positions_by_id.get(out.id, frozenset()) for out in self.outputs]
 
     def source_ranges(self, ranges: AxisRanges) -> AxisRanges:
         """Return the ranges of the inputs, along each dimension, on which ranges of the outputs depend."""
@@ -329,10 +327,10 @@ def first_indices(layout: Layout) -> list[int]:
     return [0 if atom.bounds is None else atom.bounds[0] for (atom,) in layout]
 
 
-def narrow_to_ranges(tensor: torch.Tensor, ranges: Iterable[Range], first_indices: Iterable[int]) -> torch.Tensor:
-    """Return ranges of a tensor whose indices start at `first_indices`."""
-    for dim, ((lo, hi), start) in enumerate(zip(ranges, first_indices, strict=True)):
-        tensor = _narrow_checked(tensor, dim, lo - start if lo < hi else 0, hi - lo)
+def narrow_to_ranges(tensor: torch.Tensor, ranges: Iterable[Range], offsets: Iterable[int]) -> torch.Tensor:
+    """Return ranges of a tensor whose indices start at `offsets`."""
+    for dim, ((lo, hi), offset) in enumerate(zip(ranges, offsets, strict=True)):
+        tensor = _narrow_checked(tensor, dim, lo - offset if lo < hi else 0, hi - lo)
     return tensor
 
 
@@ -344,9 +342,9 @@ def _narrow_checked(a: torch.Tensor, dim: int, start: int, length: int) -> torch
 
 def pair_ids_with_values(old_tree: Any, new_tree: Any) -> Iterator[tuple[int, Any]]:
     """Yield the id of each old value with the corresponding new leaf."""
-    for before, after in zip(pytree.tree_leaves(old_tree), pytree.tree_leaves(new_tree), strict=True):
-        if isinstance(before, Value):
-            yield before.id, after
+    for old, new in zip(pytree.tree_leaves(old_tree), pytree.tree_leaves(new_tree), strict=True):
+        if isinstance(old, Value):
+            yield old.id, new
 
 
 def value_ids_in(tree: Any) -> list[int]:

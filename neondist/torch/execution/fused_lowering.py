@@ -53,9 +53,7 @@ class FusedLowering(ProgramLowering):
         self._segments = segments
         # by id of a norm's input: this rank's own samples and cells, which enter the norm's sums
         self._own_cells_by_id: dict[int, tuple[Range, tuple[slice, ...]]] = {}
-        self._input_ranges_by_segment = {
-            segment.first_operator: self._input_ranges(segment.parts) for segment in segments
-        }
+        self._input_ranges_by_segment = {s.first_operator: self._input_ranges(s.subgraphs) for s in segments}
         self.widened_ranges = [self._widened_ranges(image) for image in image_value_ids]
         self._widened_ranges_iterator = iter(self.widened_ranges)
         self._widened_values: dict[int, tuple[Value, NeededRanges]] = {}  # by tile id: the passed value and its ranges
@@ -63,9 +61,7 @@ class FusedLowering(ProgramLowering):
     @property
     def group_description(self) -> str:  # type: ignore[override]
         """Description of the segments."""
-        num_windows = sum(
-            record.needs_halo_exchange for segment in self._segments for record in segment.records.values()
-        )
+        num_windows = sum(record.needs_halo_exchange for s in self._segments for record in s.records.values())
         rows_by_segment = [segment.strip_rows for segment in self._segments]
         text = f"segments: {len(rows_by_segment)}, with {counted(num_windows, 'window')} and the operators after them"
         return f"{text}, in strips of {_format_range(rows_by_segment)} rows" if self.subdivides_tiles else text
@@ -99,16 +95,15 @@ class FusedLowering(ProgramLowering):
         tile_ranges = {dim: layout[dim][0].range(self._place) for dim in ranges}
         self.where = OperatorPosition("tile", "", "")
         passed_value = self._new_value(_restrict_shape(local_shape(layout, self._place), ranges), axes, dtype, "value")
-        (tile,) = self._add_local(
-            partial(_narrow_dims, ranges=tile_ranges, held_ranges=ranges), [passed_value], [layout], [dtype], axes
-        )
+        crop = partial(_narrow_dims, ranges=tile_ranges, held_ranges=ranges)
+        (tile,) = self._add_local(crop, [passed_value], [layout], [dtype], axes)
         self.steps[-1].kind_args = None  # ranks without cells run the same step
         self._widened_values[tile.id] = passed_value, needed_ranges
         return passed_value, tile
 
     def _input_ranges(self, subgraphs: Sequence[TracedSubgraph]) -> dict[int, NeededRanges]:
         """Return, by id of each input, the ranges that the ranks at each coordinate of a mesh axis need."""
-        input_layouts = {value.id: even_layout(value, self.mesh) for part in subgraphs for value in part.inputs}
+        input_layouts = {value.id: even_layout(value, self.mesh) for subgraph in subgraphs for value in subgraph.inputs}
         source_ranges_by_axis = {
             axis: [self._source_ranges(subgraphs, {axis: coordinate}) for coordinate in range(self.mesh.parts[axis])]
             for axis in self.mesh.axes
@@ -129,9 +124,8 @@ class FusedLowering(ProgramLowering):
         ranges_by_id = dict[int, tuple[Range, ...]]()
         for subgraph in subgraphs:
             own_ranges = self.own_ranges_of(subgraph, mesh_coordinates)
-            for value, ranges in zip(
-                subgraph.inputs, subgraph.source_ranges(extend_empty_ranges(own_ranges, own_ranges)), strict=True
-            ):
+            source_ranges = subgraph.source_ranges(extend_empty_ranges(own_ranges, own_ranges))
+            for value, ranges in zip(subgraph.inputs, source_ranges, strict=True):
                 ranges_by_id[value.id] = tuple(map(hull_of_ranges, ranges_by_id.get(value.id, ranges), ranges))
         return ranges_by_id
 
@@ -166,6 +160,7 @@ class FusedLowering(ProgramLowering):
 
     def _view_of(self, value: Value, needed_ranges: NeededRanges) -> Value:
         """Return this rank's view of a value; no messages are needed if the view is part of the widened tile."""
+        axes = self.mesh.axes
         passed_value, passed_ranges = self._widened_values.get(value.id, (value, {}))
         if not (
             passed_ranges and all(_covers(passed_ranges[dim][1], ranges) for dim, (_, ranges) in needed_ranges.items())
@@ -175,14 +170,12 @@ class FusedLowering(ProgramLowering):
                 for dim, (axis, ranges) in sorted(needed_ranges.items())
             )
             exchange_requests = [request for request in requests if not request.requests_only_own_cells]
-            return (
-                self.transfer(value, exchange_requests, self.mesh.axes)
-                if exchange_requests
-                else self.sum_gradient(value, self.mesh.axes)
-            )
+            if not exchange_requests:
+                return self.sum_gradient(value, axes)
+            return self.transfer(value, exchange_requests, axes)
         ranges = ranges_at_place(needed_ranges, self._place)
-        source = self.sum_gradient(passed_value, self.mesh.axes)
-        view = self._new_value(_restrict_shape(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
+        source = self.sum_gradient(passed_value, axes)
+        view = self._new_value(_restrict_shape(source.local, ranges), axes, value.dtype, value.kind)
         narrow = partial(_narrow_dims, ranges=ranges, held_ranges=ranges_at_place(passed_ranges, self._place))
         self._add_step("local", [source], [view], run=lambda x: (narrow(x),))
         return view
@@ -211,9 +204,8 @@ class FusedLowering(ProgramLowering):
         self, segment: OperatorSegment, views: Mapping[int, Value], view_offsets: Mapping[int, Sequence[int]]
     ) -> None:
         """Add a step that computes the segment strip by strip, and recomputes it in the backward pass."""
-        blocks = RecomputedBlocks(
-            segment.traced, self.own_ranges_of(segment.traced), [1] * len(self.mesh.parts), view_offsets
-        )
+        own_ranges = self.own_ranges_of(segment.traced)
+        blocks = RecomputedBlocks(segment.traced, own_ranges, [1] * len(self.mesh.parts), view_offsets)
         extents = blocks.max_own_extents()
         blocks.block_counts = tuple(-(-n // segment.strip_rows) if axis == 1 else 1 for axis, n in enumerate(extents))
         self.where = self.where._replace(operator="strips", own_autocast=())
@@ -253,14 +245,13 @@ class FusedLowering(ProgramLowering):
         norm_numbers = {norm.y.id: number for number, norm in segment.norms.items()}
         if any(values[value.id].local != lowered_values[value.id].local for value in traced.inputs):
             raise RuntimeError("a segment received cells other than those it needs; this is a bug in neondist")
-        output_layouts_and_ranges = {
-            out.id: (even_layout(out, self.mesh), own) for out, own in zip(traced.outputs, own_ranges, strict=True)
-        }
+        ranges_by_id = {out.id: ranges for out, ranges in zip(traced.outputs, own_ranges, strict=True)}
         for step in steps:
-            if (first := step.outputs[0]) in norm_numbers:
-                x = segment.norms[norm_numbers[first]].x.id
-                lowered_values[first] = self._lower_norm(
-                    segment, norm_numbers[first], lowered_values, values[x], *output_layouts_and_ranges[x]
+            if (y_id := step.outputs[0]) in norm_numbers:
+                number = norm_numbers[y_id]
+                x_id = segment.norms[number].x.id
+                lowered_values[y_id] = self._lower_norm(
+                    segment, number, lowered_values, values[x_id], ranges_by_id[x_id]
                 )
                 continue
             for value in (values[out] for out in step.outputs):
@@ -269,13 +260,10 @@ class FusedLowering(ProgramLowering):
             op_name = "" if step.op_name in IN_PLACE_VARIANTS else step.op_name
             self.steps.append(replace(step, inputs=inputs, outputs=outputs, op_name=op_name))
         for number in segment.outputs:
-            segment_value_id = segment.segment_values[number].id
-            if segment_value_id in output_layouts_and_ranges:
-                self.program_values[number] = self._crop_to_tile(
-                    lowered_values[segment_value_id],
-                    values[segment_value_id],
-                    *output_layouts_and_ranges[segment_value_id],
-                )
+            output = segment.segment_values[number]
+            if output.id in ranges_by_id:
+                value, block, ranges = lowered_values[output.id], values[output.id], ranges_by_id[output.id]
+                self.program_values[number] = self._crop_to_tile(value, block, even_layout(output, self.mesh), ranges)
 
     def _crop_to_tile(self, value: Value, block: Value, layout: Layout, ranges: Sequence[Range]) -> Value:
         """Return this rank's tile of a value, given a block that may have more cells."""
@@ -290,16 +278,14 @@ class FusedLowering(ProgramLowering):
         operator_number: int,
         lowered_values: Mapping[int, Value],
         block: Value,
-        layout: Layout,
         own_ranges: Sequence[Range],
     ) -> Value:
         """Lower a norm for all cells of its input on this rank, with sums over the tile only; return the result."""
         record = segment.records[operator_number]
-        norm_input_id = segment.norms[operator_number].x.id
-        x = replace(lowered_values[norm_input_id], layout_or_none=layout)
-        own_slices = tuple(
-            slice(lo - at, hi - at) for (lo, hi), at in zip(own_ranges, first_indices(block.layout), strict=True)
-        )
+        norm_input = segment.norms[operator_number].x
+        x = replace(lowered_values[norm_input.id], layout_or_none=even_layout(norm_input, self.mesh))
+        ranges_and_offsets = zip(own_ranges, first_indices(block.layout), strict=True)
+        own_slices = tuple(slice(lo - offset, hi - offset) for (lo, hi), offset in ranges_and_offsets)
         self._own_cells_by_id[x.id] = own_ranges[0], own_slices[2:]
         self.where, self.fake_out, self.draw_number = record.where, record.fake_out, record.draw_number
 
@@ -307,11 +293,9 @@ class FusedLowering(ProgramLowering):
             if not isinstance(leaf, Value):
                 return leaf
             segment_value_id = segment.segment_values[leaf.id].id
-            return (
-                x
-                if segment_value_id == norm_input_id
-                else lowered_values.get(segment_value_id, self.program_values.get(leaf.id))
-            )
+            if segment_value_id == norm_input.id:
+                return x
+            return lowered_values.get(segment_value_id, self.program_values.get(leaf.id))
 
         result = self.lower_by_rule(record.target, *pytree.tree_map(substitute, (record.args, record.kwargs)))
         y, *_ = pytree.tree_leaves(result)

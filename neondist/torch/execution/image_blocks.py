@@ -41,9 +41,8 @@ class TracedImageModule(TracedSubgraph):
 
     def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
         lowering = BlockLowering(len(shape) - 2, remedy)
-        plan, _ = lower_program(
-            program, lowering.mesh, 0, [lowering.mesh.image_layout(shape)], gather_at, lowering=lowering
-        )
+        mesh = lowering.mesh
+        plan, _ = lower_program(program, mesh, 0, [mesh.image_layout(shape)], gather_at, lowering=lowering)
         output = lowering.values[next(out for out in plan.outputs if isinstance(out, int))]
         layout = output.layout
         if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
@@ -102,7 +101,7 @@ class ModuleBlocks(OutputBlocks):
     @cached_property
     def max_block_memory(self) -> int:
         """Largest number of bytes that a block needs: values of the module, the image and the output."""
-        return max(peak + IMAGE_COPIES * ends for peak, ends, _ in self._peak_bytes_by_block)
+        return max(peak + IMAGE_COPIES * image_bytes for peak, image_bytes, _ in self._peak_bytes_by_block)
 
     def layer_with_largest_arrays(self) -> str:
         """Return the name of the step at which memory use peaks."""
@@ -114,8 +113,9 @@ class ModuleBlocks(OutputBlocks):
         for number in self.possibly_largest_blocks:
             plan = self.traced.plan_for(self.traced.output_box_ranges(self.output_box(number)))
             image_bytes = sum(plan.values[at].nbytes for at in (plan.inputs[0], _first_output(plan).id))
-            block_peaks.append((*plan.peak(), image_bytes))
-        return [(peak, image_bytes, name) for peak, name, image_bytes in block_peaks]
+            peak, name = plan.peak()
+            block_peaks.append((peak, image_bytes, name))
+        return block_peaks
 
 
 def _first_output(plan: TorchPlan) -> Value:

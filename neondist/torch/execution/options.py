@@ -87,10 +87,9 @@ class ExecutionOptions:
             lowering = create_trunk_lowering(search, segments, rank, lower, self.memory, module, plan)
         elif search is not None and segments:
             lowering = FusedLowering(mesh, rank, segments, search.program.image_value_ids)
-        channel_regions = (
-            find_channel_regions(program, mesh) if is_exact and lowering is None and not self.gather_at else ()
-        )
-        return *lower_program(*args, self.schemes, self.recompute, lowering, channel_nodes=channel_regions), lowering
+        can_partition_channels = is_exact and lowering is None and not self.gather_at
+        channel_nodes = find_channel_regions(program, mesh) if can_partition_channels else ()
+        return *lower_program(*args, self.schemes, self.recompute, lowering, channel_nodes=channel_nodes), lowering
 
     def _find_segments(
         self, program: Any, mesh: Mesh, layouts: Sequence[Layout]

@@ -151,26 +151,19 @@ class RecordedProgram:
         self.image_value_ids = list(self.plan.inputs)
         self.initial_value_ids = [value.id for value in recorder.input_values]
         # steps that pass values from one module to another
-        module_boundary_steps = (
-            step for step in recorder.steps if recorder.computed_value_ids.isdisjoint(step.outputs)
-        )
-        self._output_value_ids = {value for step in module_boundary_steps for value in step.inputs} | {
-            *self.plan.mutated_tensors.values()
-        }
-        self._output_value_ids.update(out for out in self.plan.outputs if isinstance(out, int))
-        self._readers_by_value_id: dict[int, list[int]] = {}
+        boundary_steps = (step for step in recorder.steps if recorder.computed_value_ids.isdisjoint(step.outputs))
+        self._output_ids = {value for step in boundary_steps for value in step.inputs}
+        self._output_ids.update(self.plan.mutated_tensors.values())
+        self._output_ids.update(out for out in self.plan.outputs if isinstance(out, int))
+        self._readers_by_id: dict[int, list[int]] = {}
         for number, record in enumerate(self.records):
             for value in record.read_value_ids:
-                self._readers_by_value_id.setdefault(value, []).append(number)
+                self._readers_by_id.setdefault(value, []).append(number)
 
     def select_outputs(self, value_ids: Iterable[int], operator_numbers: Collection[int]) -> list[int]:
         """Return the ids of values that the program returns, or that operators other than the given ones read."""
-        segment_numbers = set(operator_numbers)
-        return [
-            v
-            for v in value_ids
-            if v in self._output_value_ids or not segment_numbers.issuperset(self._readers_by_value_id.get(v, ()))
-        ]
+        numbers = set(operator_numbers)
+        return [v for v in value_ids if v in self._output_ids or not numbers.issuperset(self._readers_by_id.get(v, ()))]
 
 
 def even_layout(value: Value, mesh: Mesh) -> Layout:

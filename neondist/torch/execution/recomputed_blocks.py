@@ -105,14 +105,8 @@ class RecomputedBlocks:
             plan, block_ranges = self.block_plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in block_ranges):
                 input_ranges = self.traced.source_ranges(extend_empty_ranges(block_ranges, self.output_ranges))
-                blocks.append(
-                    _OutputBlock(
-                        len(blocks),
-                        PlanRunner(self.comm, plan, None, self.compiler, compiled_functions),
-                        input_ranges,
-                        block_ranges,
-                    )
-                )
+                runner = PlanRunner(self.comm, plan, None, self.compiler, compiled_functions)
+                blocks.append(_OutputBlock(len(blocks), runner, input_ranges, block_ranges))
         return blocks
 
     def run_block(self, block: _OutputBlock, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -132,8 +126,8 @@ class RecomputedBlocks:
     def narrow_inputs(self, block: _OutputBlock, tensors: Sequence[Any]) -> list[Any]:
         """Return the parts of this rank's views of the inputs that a block reads."""
         return [
-            None if tensor is None else narrow_to_ranges(tensor, ranges, first)
-            for tensor, ranges, first in zip(tensors, block.input_ranges, self.view_offsets, strict=True)
+            None if tensor is None else narrow_to_ranges(tensor, ranges, offsets)
+            for tensor, ranges, offsets in zip(tensors, block.input_ranges, self.view_offsets, strict=True)
         ]
 
     def narrow_outputs(self, block: _OutputBlock, tiles: Sequence[Any]) -> list[Any]:
@@ -201,13 +195,9 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             for part, y in zip(blocks.narrow_outputs(block, tiles), outputs, strict=True):
                 part.copy_(y)
         needs_input_grad = ctx.needs_input_grad[1:]
-        differentiable_inputs = blocks.differentiable_inputs
-        constant_outputs = (
-            tile
-            for tile, inputs in zip(tiles, differentiable_inputs, strict=True)
-            if not any(needs_input_grad[i] for i in inputs)
-        )
-        ctx.mark_non_differentiable(*constant_outputs)
+        tiles_and_inputs = zip(tiles, blocks.differentiable_inputs, strict=True)
+        constant_tiles = (tile for tile, inputs in tiles_and_inputs if not any(needs_input_grad[i] for i in inputs))
+        ctx.mark_non_differentiable(*constant_tiles)
         return tuple(tiles)
 
     @staticmethod
@@ -230,12 +220,10 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
             if not outputs_and_gradients:
                 continue
             ys, gradients = [y for y, _ in outputs_and_gradients], [dy for _, dy in outputs_and_gradients]
-            differentiable_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-            block_gradient_sums = [total for total in blocks.narrow_inputs(block, gradient_sums) if total is not None]
+            grad_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            block_sums = [total for total in blocks.narrow_inputs(block, gradient_sums) if total is not None]
             for total, grad in zip(
-                block_gradient_sums,
-                torch.autograd.grad(ys, differentiable_leaves, gradients, allow_unused=True),
-                strict=True,
+                block_sums, torch.autograd.grad(ys, grad_leaves, gradients, allow_unused=True), strict=True
             ):
                 if grad is not None:
                     total.add_(grad)

@@ -167,17 +167,14 @@ class PlanRunner:
                 tensors_by_id[ids_by_name[name]] = functions.RecordGradient.apply(parameters[name], recorded)
         trained_names = [name for name in trained_names if id(parameters[name]) not in self.deferred_gradients]
         if trained_names:
-            parts_by_name: dict[str, DimPart | None] = {
-                name: step.kind_args if (step := self._partitioned_parameters.get(ids_by_name[name])) else None
-                for name in trained_names
-            }
-            are_unaliased = [ids_by_name[name] in self.plan.unaliased_gradients for name in trained_names]
+            trained_ids = [ids_by_name[name] for name in trained_names]
+            part_steps = map(self._partitioned_parameters.get, trained_ids)
+            parts: list[DimPart | None] = [None if step is None else step.kind_args for step in part_steps]
+            are_unaliased = [value in self.plan.unaliased_gradients for value in trained_ids]
             tensors = functions.SumParameterGradients.apply(
-                self.comm, [*parts_by_name.values()], are_unaliased, *(parameters[name] for name in trained_names)
+                self.comm, parts, are_unaliased, *(parameters[name] for name in trained_names)
             )
-            tensors_by_id.update(
-                {ids_by_name[name]: tensor for name, tensor in zip(trained_names, tensors, strict=True)}
-            )
+            tensors_by_id.update(zip(trained_ids, tensors, strict=True))
         return tensors_by_id
 
     @cached_property

@@ -45,14 +45,12 @@ class _SegmentDivision:
 
     def __init__(self, search: SegmentSearch, segment: OperatorSegment, profile: MachineProfile) -> None:
         self.search, self.profile, self.operator_numbers = search, profile, list(segment.records)
-        self.window_positions = [
-            at for at, number in enumerate(self.operator_numbers) if segment.records[number].needs_halo_exchange
-        ]
-        computing_records = {
-            number: record for number, record in segment.records.items() if value_ids_in(record.result)
-        }
+        self.window_positions = [at for at, record in enumerate(segment.records.values()) if record.needs_halo_exchange]
+        values = search.program.values
         self.flops = {
-            number: _count_flops(record, search.program.values) for number, record in computing_records.items()
+            number: _count_flops(record, values)
+            for number, record in segment.records.items()
+            if value_ids_in(record.result)
         }
         self.middle_place = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
         self.seconds_by_range: dict[tuple[int, int], float] = {}
@@ -76,20 +74,17 @@ class _SegmentDivision:
             self.seconds_by_range[window_range] = inf
             return inf
         exchange_seconds, redundant_seconds = self._exchange_and_redundant_seconds(first_window, last_window)
-        separate_seconds = sum(
-            self.seconds_by_range[at, at] for at in range(first_window, last_window)
-        ) + self.seconds_by_range.get((last_window, last_window), inf)
-        self.seconds_by_range[window_range] = (
-            inf if redundant_seconds > separate_seconds else exchange_seconds + redundant_seconds
-        )
-        return self.seconds_by_range[window_range]
+        separate_seconds = sum(self.seconds_by_range[at, at] for at in range(first_window, last_window))
+        separate_seconds += self.seconds_by_range.get((last_window, last_window), inf)
+        seconds = inf if redundant_seconds > separate_seconds else exchange_seconds + redundant_seconds
+        self.seconds_by_range[window_range] = seconds
+        return seconds
 
     def _exchange_and_redundant_seconds(self, first_window: int, last_window: int) -> tuple[float, float]:
         search, values = self.search, self.search.program.values
         window_bounds = [*self.window_positions, len(self.operator_numbers)]
-        segment = search.build_segment_of(
-            self.operator_numbers[window_bounds[first_window] : window_bounds[last_window + 1]]
-        )
+        start, end = window_bounds[first_window], window_bounds[last_window + 1]
+        segment = search.build_segment_of(self.operator_numbers[start:end])
         layouts = [even_layout(out, search.mesh) for out in segment.traced.outputs]
         own_ranges = ranges_at(layouts, dict(enumerate(self.middle_place)))
         output_ranges = extend_empty_ranges(own_ranges, own_ranges)
@@ -98,23 +93,18 @@ class _SegmentDivision:
             for value, ranges in zip(segment.inputs, segment.traced.source_ranges(output_ranges), strict=True)
             if value in values
         )
-        records = {number: record for number, record in segment.records.items() if number in self.flops}
-        result_values = {number: values[value_ids_in(record.result)[0]] for number, record in records.items()}
         redundant_flops = sum(
-            self.flops[number] * self._redundant_share(segment, result, output_ranges)
-            for number, result in result_values.items()
+            self.flops[number] * self._redundant_share(segment, values[value_ids_in(record.result)[0]], output_ranges)
+            for number, record in segment.records.items()
+            if number in self.flops
         )
         return exchange_seconds, TRAINING_COST_FACTOR * redundant_flops / self.profile.flops_per_second
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], num_directions: int) -> float:
         """Return the seconds that the middle rank needs to receive the required cells of a value."""
         mesh = self.search.mesh
-        atoms_and_ranges = enumerate(zip(value.layout, ranges, strict=True))
-        requests = (
-            DimRequest(dim, atom, None, ((cells,),))
-            for dim, ((atom,), cells) in atoms_and_ranges
-            if atom.axis is not None
-        )
+        dims = enumerate(zip(value.layout, ranges, strict=True))
+        requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
         rank = mesh.rank(self.middle_place)
         pieces = [piece for piece in ViewTransfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         unpartitioned_size = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
@@ -147,10 +137,8 @@ def _count_flops(record: OperatorRecord, values: dict[int, Value]) -> float:
     min_flops = prod(values[value_ids_in(record.result)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            record.target(
-                *pytree.tree_map(as_meta_tensor, list(record.args)),
-                **pytree.tree_map(as_meta_tensor, dict(record.kwargs)),
-            )
+            args, kwargs = pytree.tree_map(as_meta_tensor, (list(record.args), dict(record.kwargs)))
+            record.target(*args, **kwargs)
     except Exception:  # the operator needs values, which meta tensors lack, so it is not a product
         return min_flops
     return max(min_flops, counter.get_total_flops())

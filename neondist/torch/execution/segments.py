@@ -101,7 +101,7 @@ class SegmentBuilder(BlockLowering):
 
     def inputs_of(self, subgraphs: Sequence[TracedSubgraph]) -> dict[int, Value]:
         """Return the inputs on which subgraphs of the segment depend, by their number in the program."""
-        read_ids = {value.id for part in subgraphs for value in part.inputs}
+        read_ids = {value.id for subgraph in subgraphs for value in subgraph.inputs}
         return {number: value for number, value in self.program_inputs.items() if value.id in read_ids}
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
@@ -185,8 +185,8 @@ class OperatorSegment:
         return min(self.records)
 
     @property
-    def parts(self) -> list[TracedSubgraph]:
-        """Parts that are computed one after the other."""
+    def subgraphs(self) -> list[TracedSubgraph]:
+        """Subgraphs that are computed one after the other."""
         return [self.traced]
 
 
@@ -280,9 +280,8 @@ class SegmentSearch:
 
     def _check_margin_schemes(self, segments: Sequence[OperatorSegment]) -> None:
         """Raise ConfigError for a window that needs an exchange although its scheme exchanges nothing."""
-        exchange_free_operators = {
-            number for s in segments if s.has_margin and self._reads_only_images(s) for number in s.records
-        }
+        exchange_free_segments = (s for s in segments if s.has_margin and self._reads_only_images(s))
+        exchange_free_operators = {number for s in exchange_free_segments for number in s.records}
         for number, record in enumerate(self.program.records):
             policy = policy_of_module(record.where.module, self.schemes)
             if record.needs_halo_exchange and number not in exchange_free_operators and self._must_read_margin(policy):
@@ -342,7 +341,7 @@ class SegmentSearch:
     def _rows_per_strip(self, builder: SegmentBuilder, output_values: Sequence[Value]) -> int:
         if self.strips != "auto":
             return self.strips or 0
-        rows = max((atom.extent for end in output_values for (atom,) in end.layout if atom.axis == 1), default=1)
+        rows = max((atom.extent for value in output_values for (atom,) in value.layout if atom.axis == 1), default=1)
         values = [self.program.values[value] for value in builder.window_depth_by_value]
         bytes_per_sample = sum(prod(value.shape) * value.dtype.itemsize for value in values) // self._num_samples
         return max(1, min(rows, MAX_STRIP_BYTES * rows // max(1, bytes_per_sample)))

@@ -83,9 +83,7 @@ class Tiling:
         reference, layout = self._layouts_by_id.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return layout
-        alias_layouts = (
-            known for reference, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, reference())
-        )
+        alias_layouts = (known for ref, known in tuple(self._layouts_by_id.values()) if _is_alias(tensor, ref()))
         attached_layout: Layout | None = getattr(tensor, "neondist_layout", None)
         parts = self.comm.mesh.parts
         if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in attached_layout or () for a in atoms):
@@ -115,7 +113,7 @@ class Tiling:
             for at in ambiguous_indices
         }
         layouts = {at: self.layout_of(tiles[at]) for at in expected_layouts if isinstance(tiles[at], torch.Tensor)}
-        layouts |= {at: fitting[0] for at, fitting in self._layouts_by_shape(tiles, candidates).items() if fitting}
+        layouts |= {at: matching[0] for at, matching in self._layouts_by_shape(tiles, candidates).items() if matching}
         return {
             at: layout
             for at, layout in layouts.items()
@@ -169,10 +167,7 @@ class Tiling:
         return ((mesh.even_atom(shape[0], 0),), *replicated(shape[1:])) if shape else ()
 
     def layouts_of(
-        self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Callable[[], Sequence[Layout]],
-        first_target_index: int | None = None,
+        self, tensors: Sequence[torch.Tensor], outputs: Callable[[], Sequence[Layout]], num_outputs: int | None = None
     ) -> list[Layout]:
         """Return the layouts of tensors, given this rank's parts. Collective.
 
@@ -181,27 +176,27 @@ class Tiling:
         Parameters
         ----------
         tensors : sequence of torch.Tensor
-            Parts of outputs, followed by parts of targets from the index `first_target_index` if given.
+            Parts of outputs, followed by parts of targets.
         outputs : callable
             Returns the layouts of the module's outputs.
+        num_outputs : int, optional
+            Number of parts of outputs; default: all tensors.
         """
         layouts = [self.layout_of(tensor) for tensor in tensors]
         unknown_indices = [at for at, layout in enumerate(layouts) if layout is None]
         known_layouts = self._output_and_input_layouts(outputs()) if unknown_indices else []
+        num_outputs = len(tensors) if num_outputs is None else num_outputs
         candidates = {
-            at: self._candidate_layouts(
-                tensors[at], known_layouts, first_target_index is not None and at >= first_target_index
-            )
-            for at in unknown_indices
+            at: self._candidate_layouts(tensors[at], known_layouts, at >= num_outputs) for at in unknown_indices
         }  # the same on all ranks
-        for at, fitting in self._layouts_by_shape(tensors, candidates).items():
-            if not fitting:
+        for at, matching in self._layouts_by_shape(tensors, candidates).items():
+            if not matching:
                 raise ShapeError(
                     f"rank {self.comm.grid.rank}: no tensor of this model has a part of shape"
                     f" {tuple(tensors[at].shape)} on this rank; pass model.loss and model.gather only tensors"
                     " returned by the model, scatter or scatter_target"
                 ).mark_raised_on_all_ranks()
-            layouts[at] = fitting[0]
+            layouts[at] = matching[0]
         return [layout for layout in layouts if layout is not None]
 
     def _layouts_by_shape(
@@ -247,14 +242,11 @@ class Tiling:
         mesh = self.comm.mesh
         image_layouts = [layout for layout in layouts if len(layout) == mesh.spatial_ndim + 2]
         per_cell_layouts = [layout[:1] + layout[2:] for layout in image_layouts]
-        channel_layouts = [
-            (lay[0], *replicated(tensor.shape[1:2]), *lay[2:]) for lay in image_layouts if tensor.dim() == len(lay)
-        ]
+        channel_dim = replicated(tensor.shape[1:2])
+        channel_layouts = [(lay[0], *channel_dim, *lay[2:]) for lay in image_layouts if tensor.dim() == len(lay)]
         batch_layouts = [layout[:1] for layout in layouts]
         feature_dims = replicated(tensor.shape[1:])
-        vector_layouts = [
-            (layout[0], *feature_dims) for layout in layouts if layout and 1 < tensor.dim() <= mesh.spatial_ndim
-        ]
+        vector_layouts = [(lay[0], *feature_dims) for lay in layouts if lay and 1 < tensor.dim() <= mesh.spatial_ndim]
         if is_target:
             return [*per_cell_layouts, *channel_layouts, *batch_layouts, *layouts, *vector_layouts]
         return [*layouts, *channel_layouts, *per_cell_layouts, *batch_layouts, *vector_layouts]

@@ -98,12 +98,8 @@ class Trunk(OperatorSegment):
             statistics_ids = {value for at in builder.norms for value in value_ids_in(records[at].result)[1:]}
             result_ids = builder.window_depth_by_value.keys() - statistics_ids - builder.initial_value_ids
             outputs = program.select_outputs(sorted(result_ids), records)
-            output_values = [builder.segment_values[value] for value in outputs]
-            non_box_ids = {
-                value
-                for value, end in zip(outputs, output_values, strict=True)
-                if not is_box(end.layout, builder.mesh.axes)
-            }
+            segment_values = builder.segment_values
+            non_box_ids = {value for value in outputs if not is_box(segment_values[value].layout, builder.mesh.axes)}
             if not non_box_ids:
                 break
             excluded_operators.update(
@@ -114,21 +110,16 @@ class Trunk(OperatorSegment):
         for norm in builder.norms.values():
             norm_sweeps.append(TracedSubgraph(builder, inputs, [norm.x]))
             inputs += norm.mean, norm.variance
-        traced = TracedSubgraph(builder, inputs, output_values)
-        inputs_outputs_and_values = builder.inputs_of([*norm_sweeps, traced]), outputs, builder.segment_values
+        traced = TracedSubgraph(builder, inputs, [segment_values[value] for value in outputs])
+        trunk_inputs = builder.inputs_of([*norm_sweeps, traced])
         return cls(
-            records,
-            *inputs_outputs_and_values,
-            traced,
-            builder.norms,
-            norm_sweeps=norm_sweeps,
-            refusal=builder.refusal,
-            program=program,
-        )
+            records, trunk_inputs, outputs, segment_values, traced, builder.norms,
+            norm_sweeps=norm_sweeps, refusal=builder.refusal, program=program,
+        )  # fmt: skip
 
     @property
-    def parts(self) -> list[TracedSubgraph]:
-        """Parts that are computed one after the other."""
+    def subgraphs(self) -> list[TracedSubgraph]:
+        """Subgraphs that are computed one after the other."""
         return [*self.norm_sweeps, self.traced]
 
 
@@ -199,22 +190,17 @@ class TrunkLowering(FusedLowering):
         views, view_offsets = self.input_views_and_offsets(trunk)
         for sweep, norm in zip(trunk.norm_sweeps, trunk.norms.values(), strict=True):
             self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
-            block_moments = BlockMoments(
-                norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, view_offsets
-            )
-            self.blocks.append(block_moments)
-            (moments_value,) = self.add_block_step(block_moments, views, [replicated(block_moments.shape)])
+            moments = BlockMoments(norm.moments, sweep, self.own_ranges_of(sweep), self.block_counts, view_offsets)
+            self.blocks.append(moments)
+            (moments_value,) = self.add_block_step(moments, views, [replicated(moments.shape)])
             moments_value.axes = self.mesh.axes
             self.where = OperatorPosition("statistics", "", "")
-            views[norm.mean.id] = mean = self._add_mean(block_moments.sum_of_elements, [moments_value], norm)
-            views[norm.variance.id] = self._add_mean(
-                block_moments.sum_of_squared_deviations, [moments_value, mean], norm
-            )
+            views[norm.mean.id] = mean = self._add_mean(moments.sum_of_elements, [moments_value], norm)
+            views[norm.variance.id] = self._add_mean(moments.sum_of_squared_deviations, [moments_value, mean], norm)
         self.where = OperatorPosition(TRUNK_STEP_NAME, "", "")
         self._trunk_input_views = views
-        self.blocks.append(
-            RecomputedBlocks(trunk.traced, self.own_ranges_of(trunk.traced), self.block_counts, view_offsets)
-        )
+        own_ranges = self.own_ranges_of(trunk.traced)
+        self.blocks.append(RecomputedBlocks(trunk.traced, own_ranges, self.block_counts, view_offsets))
         self.output_tiles = self.add_block_step(self.blocks[-1], views)
         self.program_values.update(zip(trunk.outputs, self.output_tiles, strict=True))
         self.where, self.draw_number = where, draw_number
@@ -251,9 +237,8 @@ def create_trunk_lowering(
     UserError
         A pass does not fit in memory; the message names the operator that ends the trunk, if there is one.
     """
-    weight_bytes = COPIES_OF_WEIGHTS_IN_TRAINING * sum(
-        tensor.nbytes for tensor in (*module.parameters(), *module.buffers())
-    )
+    tensors = (*module.parameters(), *module.buffers())
+    weight_bytes = COPIES_OF_WEIGHTS_IN_TRAINING * sum(tensor.nbytes for tensor in tensors)
     limit_bytes = memory - weight_bytes
     mesh, image_value_ids = search.mesh, search.program.image_value_ids
     trained_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -312,21 +297,16 @@ def _divide_trunk_to_fit_memory(
     while True:
         for blocks in lowering.blocks:
             blocks.block_counts = tuple(block_counts)
-        peaks[tuple(block_counts)] = peak_bytes = compute_peak()
+        peaks[tuple(block_counts)] = peak = compute_peak()
         longest_axis = max(range(len(block_counts)), key=lambda axis: extents[axis] / block_counts[axis])
-        if (
-            peak_bytes <= limit_bytes
-            or extents[longest_axis] == block_counts[longest_axis]
-            or peak_bytes >= previous_peak
-        ):
+        if peak <= limit_bytes or extents[longest_axis] == block_counts[longest_axis] or peak >= previous_peak:
             return peaks
         block_counts[longest_axis] = min(2 * block_counts[longest_axis], extents[longest_axis])
-        previous_peak = peak_bytes
+        previous_peak = peak
 
 
 def _peak_with_few_blocks(peaks: Mapping[tuple[int, ...], int]) -> int:
     """Return the smallest near-minimal peak with at most MAX_FAST_BLOCKS blocks; if there is none, with the fewest."""
-    peaks_by_num_blocks = {prod(parts): peak for parts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
-    return min(
-        peak for count, peak in peaks_by_num_blocks.items() if count <= max(MAX_FAST_BLOCKS, min(peaks_by_num_blocks))
-    )
+    peaks_by_num_blocks = {prod(counts): peak for counts, peak in peaks.items() if peak <= 1.25 * min(peaks.values())}
+    max_blocks = max(MAX_FAST_BLOCKS, min(peaks_by_num_blocks))
+    return min(peak for num_blocks, peak in peaks_by_num_blocks.items() if num_blocks <= max_blocks)

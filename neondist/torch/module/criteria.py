@@ -68,13 +68,8 @@ class CriterionCache:
         state_key = entry.watch.key()
         if state_key != entry.state_key:  # for example, the criterion counts its calls
             state_key = entry.watch.exclude_changed_values(entry.state_key)
-            entry.runners.update(
-                {
-                    (state_key, inputs): run
-                    for (earlier, inputs), run in entry.runners.items()
-                    if earlier == entry.state_key
-                }
-            )
+            runs = [(key, run) for (earlier, key), run in entry.runners.items() if earlier == entry.state_key]
+            entry.runners.update({(state_key, input_key): run for input_key, run in runs})
         if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
             entry.direct_call_states[_shapes_and_dtypes(output, target)] = state_key
 
@@ -113,11 +108,9 @@ class CriterionCache:
             program, plan, closure_tensors = _capture_and_lower(
                 module, input_specs, self.comm.mesh, self.comm.grid.rank, layouts, device
             )
-            read_buffers, other_reads = program.reads
-            read_buffer_names = {name.removeprefix("criterion.") for name in read_buffers}
-            entry.state_key = state_key = watch.exclude_changed_values(
-                state_key, ValueReads(read_buffer_names, other_reads)
-            )
+            buffer_names = {name.removeprefix("criterion.") for name in program.reads.buffer_names}
+            reads = ValueReads(buffer_names, program.reads.tensors)
+            entry.state_key = state_key = watch.exclude_changed_values(state_key, reads)
             if len(runners) >= MAX_CACHED_CRITERIA:
                 del runners[next(iter(runners))]
             runners[state_key, input_key] = PlanRunner(self.comm, plan), program_digest(plan, program), closure_tensors

@@ -52,12 +52,12 @@ class Loader:
         self.grid, self.epoch = grid, 0
         self._batch_sampler, self._order_generator = batches, order
         self._seed, self._last_epoch = seed, -1
-        self._preset_batches = _PresetBatchSampler()
+        self._preset_sampler = _PresetBatchSampler()
         collate = options.pop("collate_fn", None) or default_collate
         seeded_dataset = _SeededDataset(dataset, seed, _extent_if_read_in_boxes(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
             seeded_dataset,
-            batch_sampler=self._preset_batches,
+            batch_sampler=self._preset_sampler,
             collate_fn=_TilingCollate(collate, grid, seeded_dataset.extent),
             generator=torch.Generator(),  # by default, a DataLoader draws from the global generator
             **options,
@@ -74,12 +74,12 @@ class Loader:
         batches = self._draw_batches(epoch)
         own_slices = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
         # a rank without samples reads one sample and discards it
-        self._preset_batches.batches = [
-            [(epoch, index) for index in batch[part] or batch[:1]]
-            for batch, part in zip(batches, own_slices, strict=True)
+        self._preset_sampler.batches = [
+            [(epoch, index) for index in batch[own_slice] or batch[:1]]
+            for batch, own_slice in zip(batches, own_slices, strict=True)
         ]
         batch_parts = iter(self._loader)
-        for number, (batch, samples) in enumerate(zip(batches, own_slices, strict=True)):
+        for number, (batch, own_slice) in enumerate(zip(batches, own_slices, strict=True)):
             error: Exception | None = None
             part = None
             try:
@@ -89,7 +89,7 @@ class Loader:
             compared_values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
             self.grid.check("loader", compared_values | {"the list of samples": batch}, error)
             if part is not None:
-                yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
+                yield self._mark_layouts(part, len(batch), own_slice.stop - own_slice.start)
 
     def _draw_batches(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch, in the order in which a DataLoader would draw them."""
@@ -99,9 +99,8 @@ class Loader:
             self._last_epoch = -1
         while self._last_epoch < epoch:
             if self._last_epoch < 0 or not self._loader.persistent_workers:
-                torch.empty((), dtype=torch.int64).random_(
-                    generator=self._order_generator
-                )  # base seed of a DataLoader's workers
+                # base seed of a DataLoader's workers
+                torch.empty((), dtype=torch.int64).random_(generator=self._order_generator)
             batches = [list(map(int, batch)) for batch in self._batch_sampler]
             self._last_epoch += 1
         return batches
@@ -124,9 +123,8 @@ class Loader:
         for at, sample_shape in enumerate(part.shapes):
             if sample_shape is not None:
                 leaves[at] = leaves[at][:num_own_samples]
-                layout = _batch_layout(
-                    mesh, (num_samples, *sample_shape), part.spatial_ndim if part.are_tiled[at] else 0
-                )
+                tiled_ndim = part.spatial_ndim if part.are_tiled[at] else 0
+                layout = _batch_layout(mesh, (num_samples, *sample_shape), tiled_ndim)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {counted(num_samples, 'sample')} has a tensor of shape"
@@ -205,15 +203,8 @@ def loader(
         if sampler is None:
             sampler = RandomSampler(dataset, generator=order_generator) if shuffle else SequentialSampler(dataset)
         batches = BatchSampler(sampler, batch_size, drop_last)
-        return Loader(
-            dataset,
-            batches,
-            order_generator,
-            seed,
-            ProcessGrid() if grid is None else grid,
-            num_workers=num_workers,
-            **options,
-        )
+        grid = ProcessGrid() if grid is None else grid
+        return Loader(dataset, batches, order_generator, seed, grid, num_workers=num_workers, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loader: {error}") from error
 
@@ -297,12 +288,7 @@ class _TilingCollate:
         are_images = []
         for at, leaf in enumerate(leaves):
             is_tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-            is_image = (
-                is_tensor
-                and spatial_ndim > 0
-                and leaf.dim() > spatial_ndim
-                and tuple(leaf.shape[-spatial_ndim:]) == image_extent
-            )
+            is_image = is_tensor and 0 < spatial_ndim < leaf.dim() and leaf.shape[-spatial_ndim:] == image_extent
             are_images.append(is_image)
             if not is_tensor:
                 shapes.append(None)

@@ -139,9 +139,8 @@ class DistributedModule(nn.Module):
             compared_values |= {f"the layout of input {at}": layout for at, layout in repartitioned_layouts.items()}
             version_changes = version_counters([*parameters.values(), *buffers.values()])
             if len(self._version_counters) == len(version_changes):
-                version_changes = tuple(
-                    current - before for current, before in zip(version_changes, self._version_counters, strict=True)
-                )
+                counters = zip(version_changes, self._version_counters, strict=True)
+                version_changes = tuple(current - before for current, before in counters)
         except UserError as problem:
             error = problem
         if not self.grid.check("forward", compared_values, error, version_changes):
@@ -166,9 +165,10 @@ class DistributedModule(nn.Module):
         """Return, by index, the layouts of inputs, such as outputs of other models, that must be redistributed."""
         if self.execution.tiles_may_have_margins or self.grid.size == 1:
             return {}
-        if ambiguous := self.tiling.indices_of_ambiguous_inputs(tiles):
-            self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": ambiguous})
-        return self.tiling.layouts_of_repartitioned_inputs(tiles, ambiguous)
+        indices = self.tiling.indices_of_ambiguous_inputs(tiles)
+        if indices:
+            self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": indices})
+        return self.tiling.layouts_of_repartitioned_inputs(tiles, indices)
 
     def _run_module(self, tiles: Sequence[torch.Tensor], state_key: Any, program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
@@ -261,14 +261,11 @@ class DistributedModule(nn.Module):
             raise ConfigError(f"index: {index!r}; expected the position of an input, 0 to {len(shapes) - 1}")
         self.programs.set_shapes((*shapes[:index], self._check_image(image, index), *shapes[index + 1 :]))
         if self.grid.size > 1:
-            image_description = (
-                "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
-            )
-            self.grid.record_replicated_array(image_description, checksum_of(image))
+            image_name = "the image passed to scatter" if len(shapes) == 1 else f"image {index} passed to scatter"
+            self.grid.record_replicated_array(image_name, checksum_of(image))
         widened_ranges = self.programs.current.widened_ranges if self.execution.tiles_may_have_margins else ()
-        return self.tiling.local_part(
-            image, self.tiling.input_layouts[index], widened_ranges[index] if widened_ranges else None
-        )
+        ranges = widened_ranges[index] if widened_ranges else None
+        return self.tiling.local_part(image, self.tiling.input_layouts[index], ranges)
 
     @_uncompiled
     def scatter_target(self, target: Any) -> Any:
@@ -307,14 +304,10 @@ class DistributedModule(nn.Module):
             "the model": self._name,
             "the list of tensors not from the model": self.tiling.indices_without_layout(tiles),
         }
-        self.grid.check(
-            "gather", compared_values | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)}
-        )
-        layouts = self.tiling.layouts_of(tiles, self._output_layouts)
-        remaining_layouts = iter(layouts)
-        whole_leaves = [
-            self.tiling.gather(t, next(remaining_layouts)) if isinstance(t, torch.Tensor) else t for t in leaves
-        ]
+        dtypes = {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)}
+        self.grid.check("gather", compared_values | dtypes)
+        layouts = iter(self.tiling.layouts_of(tiles, self._output_layouts))
+        whole_leaves = [self.tiling.gather(t, next(layouts)) if isinstance(t, torch.Tensor) else t for t in leaves]
         return pytree.tree_unflatten(whole_leaves, tree)
 
     @_uncompiled
@@ -362,9 +355,8 @@ class DistributedModule(nn.Module):
         criterion_owner = criterion_module(criterion)
         parameters = {f"criterion.{name}": p for name, p in criterion_owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in criterion_owner.named_buffers(remove_duplicate=False)}
-        loss = runner(
-            [self.backward_check.alias_for_loss(tensor) for tensor in tensors], parameters | closure_tensors, buffers
-        )[0]
+        tensors = [self.backward_check.alias_for_loss(tensor) for tensor in tensors]
+        loss = runner(tensors, parameters | closure_tensors, buffers)[0]
         self.backward_check.check_backward_of_loss(loss)
         return loss
 
@@ -380,13 +372,9 @@ class DistributedModule(nn.Module):
 
     def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
         """Return whether an input has the axes and channels of the example."""
-        expected_shape = self.programs.shapes[index]
-        channel_slice = slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
-        return (
-            len(shape) == len(expected_shape)
-            and shape[channel_slice] == expected_shape[channel_slice]
-            and 0 not in shape
-        )
+        example = self.programs.shapes[index]
+        channels = slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
+        return len(shape) == len(example) and shape[channels] == example[channels] and 0 not in shape
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous shapes."""
@@ -410,9 +398,8 @@ class DistributedModule(nn.Module):
                 f"example_shape gives {counted(num_inputs, 'input')}, but the module got {len(tiles)}; pass a tile per"
                 f" input, and {REMEDY_FOR_ARGUMENTS}"
             )
-        for at, (tile, layout, dtype) in enumerate(
-            zip(tiles, self.tiling.input_layouts, program.input_dtypes, strict=True)
-        ):
+        inputs = zip(tiles, self.tiling.input_layouts, program.input_dtypes, strict=True)
+        for at, (tile, layout, dtype) in enumerate(inputs):
             check_tensor(f"input {at}", tile)
             expected = plan.values[plan.inputs[at]].local
             if at not in repartitioned_layouts and tuple(tile.shape) != expected:
@@ -460,11 +447,9 @@ class DistributedModule(nn.Module):
             differing_names = [name for name in (*all_values[0], *other) if all_values[0].get(name) != other.get(name)]
             if differing_names:
                 differing_tensors = [name for name in differing_names if name not in value_names]
-                detail = (
-                    f"its {differing_tensors[0]!r} differs"
-                    if differing_tensors
-                    else f"{differing_names[0]} differ{'s' * (differing_names[0][-1] != 's')}"
-                )
+                detail = f"{differing_names[0]} differ{'s' * (differing_names[0][-1] != 's')}"
+                if differing_tensors:
+                    detail = f"its {differing_tensors[0]!r} differs"
                 raise ConfigError(
                     f"rank {rank} has a different module from rank 0: {detail}; build the module from the same seed on"
                     " every rank, or load the same state_dict"

@@ -39,9 +39,8 @@ class ModuleScope:
         """Context that records each module to which a parameter or a submodule is added."""
 
         def record_module(module: nn.Module, name: str, value: Any) -> None:
-            if (
-                threading.get_ident() == self._thread_id and not self._is_distributing
-            ):  # other virtual ranks are other threads
+            is_this_rank = threading.get_ident() == self._thread_id  # other virtual ranks are other threads
+            if is_this_rank and not self._is_distributing:
                 self._is_submodule.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_submodule[value] = True
@@ -67,9 +66,7 @@ class ModuleScope:
         for number, model in enumerate(models):
             name_prefix = f"{number}." if len(models) > 1 else ""
             parameters |= {name_prefix + name: p for name, p in model.named_parameters() if p.requires_grad}
-        first_name_by_id = {
-            id(p): name for name, p in reversed(parameters.items())
-        }  # shared ones under their first name
+        first_name_by_id = {id(p): name for name, p in reversed(parameters.items())}  # shared ones have several
         return {name: p for name, p in parameters.items() if first_name_by_id[id(p)] == name}
 
     @contextmanager

@@ -180,9 +180,8 @@ class ModuleParameters(Parameters):
             if share is None:
                 self._copy_gradient_to_buffer(name)
             else:
-                _copy_if_separate(
-                    self.optimizer_parameters[name].grad, self.own_part(share, self._gradient_views[name])
-                )
+                own_view = self.own_part(share, self._gradient_views[name])
+                _copy_if_separate(self.optimizer_parameters[name].grad, own_view)
             self.tensors[name].grad = self._gradient_views[name]
         self._earlier_sums = self.grads.copy() if names else None
         self.grads[...] = 0

@@ -155,16 +155,15 @@ class ProgramCache:
         """Return the program for the current state, and the values of the module that were read during capture."""
         dtypes = list(dtypes or self._input_dtypes())
         captured_program = capture_module(self.module, list(zip(self.shapes, dtypes, strict=True)))
-        mesh_rank_and_layouts = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
-        plan, output_tree, lowering = self.execution.lower(captured_program, *mesh_rank_and_layouts, self.module)
+        mesh, rank, input_layouts = self.comm.mesh, self.comm.grid.rank, self.tiling.input_layouts
+        plan, output_tree, lowering = self.execution.lower(captured_program, mesh, rank, input_layouts, self.module)
         layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
         digest = program_digest(plan, captured_program)
-        runs_module = plan.runs_original_module
         widened_ranges = lowering.widened_ranges if lowering is not None else ()
         runner = PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler)
         has_single_sample = has_single_sample_norm(plan)
         program = CompiledProgram(
-            runner, output_tree, layouts, digest, runs_module, dtypes, widened_ranges, has_single_sample
+            runner, output_tree, layouts, digest, plan.runs_original_module, dtypes, widened_ranges, has_single_sample
         )
         return program, captured_program.reads
 

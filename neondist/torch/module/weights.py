@@ -129,7 +129,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
         error: Exception | None = None
         try:
-            scatter_from_root(world, array_parts, lambda piece, place: read_array(piece.name)[place])
+            scatter_from_root(world, array_parts, lambda part, place: read_array(part.name)[place])
         except DataError as problem:
             error = problem
         except Exception as problem:  # the file has changed since it was opened
@@ -222,14 +222,10 @@ def check_names_and_shapes(
     if result.unused or not result.is_fully_loaded:
         differences = result.describe_differences(MAX_LISTED_NAMES)
         remedy = "specify a file with this module's state_dict"
-        prefix = next(
-            (
-                name.removesuffix(missing_names[0])
-                for name in unused_names
-                if missing_names and name.endswith(missing_names[0])
-            ),
-            "",
-        )
+        prefix = ""
+        if missing_names:
+            suffix = missing_names[0]
+            prefix = next((name.removesuffix(suffix) for name in unused_names if name.endswith(suffix)), "")
         if prefix and {*stored} == {prefix + name for name in expected}:
             remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")

@@ -57,7 +57,7 @@ def trace_parts(module, shape, dtype=torch.float64):
         with suppress(UserError):
             whole = Mesh((1,) * (len(shape) - 1))
             trunk = Trunk.find(SegmentSearch(program, whole, [whole.image_layout(shape)], (), {}, None), 3)
-            parts += trunk.parts if trunk.outputs else []
+            parts += trunk.subgraphs if trunk.outputs else []
         with suppress(UserError):
             search = SegmentSearch(
                 program, mesh, [mesh.image_layout(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None
