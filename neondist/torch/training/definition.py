@@ -71,8 +71,8 @@ class ModelDefinition:
             with suppress(ValueError):  # a function in C without a signature
                 inspect.signature(self._loss).bind("labels", "predictions")
         except TypeError as error:
-            site = self._source_line(self._loss)
-            raise ConfigError(f"{site}: loss(labels, predictions) cannot be called: {error}") from None
+            source_line = self._source_line(self._loss)
+            raise ConfigError(f"{source_line}: loss(labels, predictions) cannot be called: {error}") from None
 
     def create_model(self, seed: int = 0) -> TorchModel:
         """Return the model for the training loop; in float64 if all parameters of the module are float64."""
@@ -187,9 +187,7 @@ class ModelDefinition:
         if (function := self._optional_function("custom_model")) is not None:
             return function
         public_objects = {name: getattr(self.module, name) for name in self._public_names()}
-        classes = {
-            n: value for n, value in public_objects.items() if isinstance(value, type) and issubclass(value, nn.Module)
-        }
+        classes = {n: v for n, v in public_objects.items() if isinstance(v, type) and issubclass(v, nn.Module)}
         if "CustomModel" in classes or len(classes) == 1:
             return classes.get("CustomModel", next(iter(classes.values())))
         if classes:

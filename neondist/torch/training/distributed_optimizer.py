@@ -63,36 +63,26 @@ class DistributedOptimizer(PartitionedOptimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
-        settings = {
-            f"the argument {optimizer_name}": value
-            for optimizer_name, value in arguments.items()
-            if isinstance(value, _PLAIN_TYPES)
-        }
+        settings = {f"the argument {key}": value for key, value in arguments.items() if isinstance(value, _PLAIN_TYPES)}
         optimizer_name = getattr(optimizer, "__qualname__", type(optimizer).__name__)
         grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": optimizer_name} | settings)
         with all_or_none(grid.world):
             optimizer_factory = TorchOptimizer(optimizer, arguments)
-            tensors = {
-                optimizer_name: tensor for optimizer_name, tensor in model.named_parameters() if tensor.requires_grad
-            }
+            tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: no parameter requires gradients; call requires_grad_() on those to train")
             sparse_weights = sparse_embedding_weights(model)
-            parameter_plan = plan_parameters(tensors, grid.shape, strategy, sparse_weights)
-            if parameter_plan.splits_parameters and not optimizer_factory.elementwise:
+            plan = plan_parameters(tensors, grid.shape, strategy, sparse_weights)
+            if plan.splits_parameters and not optimizer_factory.elementwise:
                 raise ConfigError(
                     f"strategy: {optimizer_factory.constructor.__name__} needs whole parameters; use AllReduce"
                 )
             self.parameters = ModuleParameters(
-                tensors,
-                grid,
-                shares=parameter_plan.shares,
-                compressors=parameter_plan.compressors,
-                sparse=sparse_weights,
+                tensors, grid, shares=plan.shares, compressors=plan.compressors, sparse=sparse_weights
             )
-        self.grid, self.strategy = grid, parameter_plan.strategy
+        self.grid, self.strategy = grid, plan.strategy
         self.optimizer = self.parameters.partition_optimizer(optimizer_factory.create(tensors.values()))
-        names_by_part = {part: optimizer_name for optimizer_name, part in self.parameters.optimizer_parameters.items()}
+        names_by_part = {part: name for name, part in self.parameters.optimizer_parameters.items()}
         self._parameter_names = [
             names_by_part[part] for group in self.optimizer.param_groups for part in group["params"]
         ]
@@ -101,9 +91,7 @@ class DistributedOptimizer(PartitionedOptimizer):
             # GradScaler checks only the gradients that this rank owns, if any, but all ranks must skip the same steps
             self._overflow_parameter = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow_parameter)
-            self._partitioned_ids = {
-                id(tensor) for optimizer_name, tensor in tensors.items() if self.parameters.shards[optimizer_name][1]
-            }
+            self._partitioned_ids = {id(tensor) for name, tensor in tensors.items() if self.parameters.shards[name][1]}
             grid.on_close(hooks.register_optimizer_step_pre_hook(self._reject_other_optimizers).remove)
         self._has_frozen_param_groups = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)

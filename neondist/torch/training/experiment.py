@@ -182,9 +182,8 @@ class TorchModel(TrainableModel):
         are_dense = target_shape == plan.output_shape and type(self.cost.criterion).__module__.startswith("torch.nn")
         if self._arguments["feed"] is not None or len(plan.steps.outputs) > 1 or not (are_class_labels or are_dense):
             return
-        target_layout = (
-            y.layout if are_dense else (y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:]))
-        )
+        label_layout = y.layout[:1] if target_shape == () else (*y.layout[:1], *y.layout[2:])
+        target_layout = y.layout if are_dense else label_layout
         shapes = [(y.shape, y.dtype), (shape_of(target_layout), y.dtype if are_dense else torch.int64)]
         mesh = Mesh.from_grid(plan.grid, len(plan.input_shape) - 1)
         with self._attribute_errors_to_model("loss: "), compute_in_precision(self.precision, self.module):
@@ -249,8 +248,8 @@ class TorchModel(TrainableModel):
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.overlapping_tiles is not None:
             self.input.repartition(self.compiled.overlapping_tiles, self.compiled.overlapping_tiles)
-        self._model_by_batch: dict[int, DistributedModule] = {}
-        self._captured_batches_and_modes: set[tuple[int, bool]] = set()
+        self._model_by_batch_size: dict[int, DistributedModule] = {}
+        self._captured_sizes_and_modes: set[tuple[int, bool]] = set()
         model = self._module_for(batch_size)
         if self.weights is not None:
             with self._attribute_errors_to_model("weights: "):
@@ -325,20 +324,20 @@ class TorchModel(TrainableModel):
     def enable_debug_checks(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""
         self._guard_seed = seed
-        for model in self._model_by_batch.values():
+        for model in self._model_by_batch_size.values():
             model.guard(seed)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last. Collective."""
-        batch = batch_size or self.batch_size
-        model = self._module_for(batch, training)
+        batch_size = batch_size or self.batch_size
+        model = self._module_for(batch_size, training)
         with (
             torch.no_grad(),
             self._attribute_errors_to_model(),
             self._seed_generators(),
             compute_in_precision(self.precision, self.module),
         ):
-            return channels_last(model(self._apply_feed(x, None, batch)[0]))
+            return channels_last(model(self._apply_feed(x, None, batch_size)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
@@ -359,22 +358,21 @@ class TorchModel(TrainableModel):
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has contributed to reductions, or sent in redistributions and rings, since `build`."""
-        return (
-            self._count_bytes(is_halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
-        )
+        bytes_reduced = self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
+        return self._count_bytes(is_halo=False) + bytes_reduced
 
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
         reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
         total = collect_message_counts([], reductions, self.grid.replica * self.grid.shape.tiles)
-        for model in self._model_by_batch.values():
+        for model in self._model_by_batch_size.values():
             total += model.comm.ledger
         return total
 
     def _count_bytes(self, is_halo: bool) -> int:
-        ledgers = (model.comm.ledger for model in self._model_by_batch.values())
+        ledgers = (model.comm.ledger for model in self._model_by_batch_size.values())
         return sum(
-            n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is is_halo
+            n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") == is_halo
         )
 
     @cached_property
@@ -395,10 +393,10 @@ class TorchModel(TrainableModel):
             module, self.gather_at, self.recompute, self.scheme, self.strips, bytes_per_rank
         )
         program = self._factory.capture_program(shape, True)
-        plan_args = program, execution, shape, input_shape, grid
         plan = ModulePlan.create(
-            module, *plan_args, self.optimizer, self.dtype, self.strategy, memory_limit, self.precision
-        )
+            module, program, execution, shape, input_shape, grid,
+            self.optimizer, self.dtype, self.strategy, memory_limit, self.precision,
+        )  # fmt: skip
         if plan.parameters.splits_parameters and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
@@ -417,7 +415,7 @@ class TorchModel(TrainableModel):
 
     def _module_for(self, batch_size: int, training: bool = True) -> DistributedModule:
         """Return the module, distributed for a batch size and set to a mode. Collective if either is new."""
-        if batch_size not in self._model_by_batch:
+        if batch_size not in self._model_by_batch_size:
             shape, dtype = (batch_size, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
             model = distribute(
                 self.module, shape, self.grid,
@@ -427,11 +425,11 @@ class TorchModel(TrainableModel):
             if self._guard_seed is not None:
                 model.guard(self._guard_seed)
             model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated_parameter_names)
-            self._model_by_batch[batch_size] = model
-        model = self._model_by_batch[batch_size].train(training)
-        if (batch_size, training) not in self._captured_batches_and_modes:
+            self._model_by_batch_size[batch_size] = model
+        model = self._model_by_batch_size[batch_size].train(training)
+        if (batch_size, training) not in self._captured_sizes_and_modes:
             _ = model.plan  # before `_seed_generators`: tracing changes the random state
-            self._captured_batches_and_modes.add((batch_size, training))
+            self._captured_sizes_and_modes.add((batch_size, training))
         return model
 
     def _apply_feed(self, x: Any, targets: Any, batch_size: int) -> tuple[torch.Tensor, Any]:

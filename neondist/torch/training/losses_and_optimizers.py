@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class TorchLoss(Registered):
     def __init__(
         self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
     ) -> None:
-        loss = _look_up(name, "torch.nn", torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
+        loss = _look_up(name, torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
         options = {
             key: torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
             for key, value in (arguments or {}).items()
@@ -84,12 +85,8 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         arguments: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        names = [
-            key
-            for key in dir(torch.optim)
-            if isinstance(getattr(torch.optim, key), type) and key not in REFUSED_OPTIMIZERS
-        ]
-        self.constructor = _look_up(name, "torch.optim", torch.optim, names)
+        classes = inspect.getmembers(torch.optim, inspect.isclass)
+        self.constructor = _look_up(name, torch.optim, [key for key, _ in classes if key not in REFUSED_OPTIMIZERS])
         self.options, self.schedule = dict(arguments or {}), schedule
         optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports errors when the file is read
         self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
@@ -103,9 +100,8 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
                 f"name: returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; name a class or a"
                 " function that returns an optimizer"
             )
-        if not {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} <= {
-            *map(id, parameter_list)
-        }:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if not {*map(id, tensors)} <= {*map(id, parameter_list)}:
             raise ConfigError("name: creates an optimizer of other parameters; select groups from its first argument")
         return optimizer
 
@@ -149,12 +145,12 @@ def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built-in
         parameters = {}
-    argument_names = list(parameters)[len(args) :]
+    arg_names = list(parameters)[len(args) :]
     if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:
-            if key not in argument_names:
+            if key not in arg_names:
                 raise ConfigError(
-                    f"{field}: {name} has no argument '{key}'{suggest(key, argument_names) or '; it has none'}"
+                    f"{field}: {name} has no argument '{key}'{suggest(key, arg_names) or '; it has none'}"
                 )
     try:
         return function(*args, **arguments)
@@ -169,12 +165,12 @@ def unwrap_named_function(function: Any) -> Any:
     return function.call if isinstance(function, NamedFunction) else function
 
 
-def _look_up(name: Any, package_name: str, package: Any, class_names: list[str]) -> Any:
+def _look_up(name: Any, package: ModuleType, class_names: list[str]) -> Any:
     if not isinstance(name, str):
         return unwrap_named_function(name)
     if name not in class_names:
         raise ConfigError(
-            f"name: '{name}' is not in {package_name}{suggest(name, class_names)} (or MODULE:NAME, with"
+            f"name: '{name}' is not in {package.__name__}{suggest(name, class_names)} (or MODULE:NAME, with"
             " --import MODULE)"
         )
     return getattr(package, name)

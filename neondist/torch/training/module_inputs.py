@@ -75,9 +75,9 @@ def apply_feed(
             " (samples, channels and this rank's tile); change feed, or set shape: [channels, *spatial]"
         )
     features = features.contiguous()  # channels-last inputs of some strided convolutions crash PyTorch 2.13
-    return features, pytree.tree_map(
-        partial(_crop_labels_to_own_cells, images), labels
-    ) if images.tiles.may_overlap else labels
+    if images.tiles.may_overlap:
+        labels = pytree.tree_map(partial(_crop_labels_to_own_cells, images), labels)
+    return features, labels
 
 
 def _crop_labels_to_own_cells(images: GlobalArray, labels: Any) -> Any:

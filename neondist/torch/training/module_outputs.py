@@ -36,9 +36,7 @@ def metric_targets(y: np.ndarray, labels: Any, ignore_index: int | None = None) 
         targets = targets.astype(np.int64)
     are_classes = targets.shape == y.shape[:-1] and targets.dtype.kind in "iu"
     valid_targets = targets if ignore_index is None else targets[targets != ignore_index]
-    if targets.shape == y.shape or (
-        are_classes and valid_targets.min(initial=0) >= 0 and valid_targets.max(initial=0) < y.shape[-1]
-    ):
+    if targets.shape == y.shape or (are_classes and ((valid_targets >= 0) & (valid_targets < y.shape[-1])).all()):
         return targets
     return np.full_like(y, np.nan)
 

@@ -112,20 +112,10 @@ class ModulePlan:
         if precision.has_16_bit_operands:  # autocast also copies the weights
             steps = steps.under_autocast(getattr(torch, precision.name))
             weights_bytes += weights_bytes // 2
-        group_description = lowering.group_description if lowering else ""
-        widened_ranges = lowering.widened_ranges if lowering else ()
-        overlapping_tiles = _tiles_with_overlap(widened_ranges, input_shape[:-1], mesh)
+        description = lowering.group_description if lowering else ""
+        tiles = _tiles_with_overlap(lowering.widened_ranges if lowering else (), input_shape[:-1], mesh)
         return cls(
-            grid,
-            input_shape,
-            shape[0],
-            steps,
-            weights_bytes,
-            trained,
-            parameters,
-            memory_limit,
-            group_description,
-            overlapping_tiles,
+            grid, input_shape, shape[0], steps, weights_bytes, trained, parameters, memory_limit, description, tiles
         )
 
     @property
@@ -308,14 +298,13 @@ def _updated_parameters(module: nn.Module, steps: TorchPlan) -> dict[str, Parame
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
-    reached_ids = BackwardSteps(
-        steps, [name for aliases in names_by_parameter.values() for name in aliases]
-    ).contributing_values
+    trained_names = [name for aliases in names_by_parameter.values() for name in aliases]
+    contributing_values = BackwardSteps(steps, trained_names).contributing_values
     return parameters_by_name(
         {
             aliases[0]: parameter
             for parameter, aliases in names_by_parameter.items()
-            if any(steps.parameters.get(name) in reached_ids for name in aliases)
+            if any(steps.parameters.get(name) in contributing_values for name in aliases)
         },
         sparse_embedding_weights(module),
     )

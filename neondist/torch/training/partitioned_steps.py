@@ -115,18 +115,17 @@ class PartitionedOptimizerSteps:
         parts = [part for group in optimizer.param_groups for part in group["params"]]
         self._replace_parameters(optimizer, self._whole_by_part_id)
         slots_by_index = state_dict["state"]
-        for at, part in enumerate(parts):
-            if at in slots_by_index and id(part) in self._name_by_part_id:
-                slots_by_index[at] = {
-                    slot: self._gather_slot(part, slot, value) for slot, value in slots_by_index[at].items()
-                }
+        for index, part in enumerate(parts):
+            if index in slots_by_index and id(part) in self._name_by_part_id:
+                slots = slots_by_index[index]
+                slots_by_index[index] = {slot: self._gather_slot(part, slot, value) for slot, value in slots.items()}
 
     def _begin_load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._replace_parameters(optimizer, self._part_by_id)
         parts = [part for group in optimizer.param_groups for part in group["params"]]
         slots_by_index = {
-            at: {slot: self._own_slot_part(parts[at], slot, value) for slot, value in slots.items()}
-            for at, slots in state_dict["state"].items()
+            index: {slot: self._own_slot_part(parts[index], slot, value) for slot, value in slots.items()}
+            for index, slots in state_dict["state"].items()
         }
         return {**state_dict, "state": slots_by_index}
 

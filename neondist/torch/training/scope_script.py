@@ -93,4 +93,4 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
 
 def _live_instances(instance_class: type) -> list[Any]:
     """Return all existing objects of a class, as optimisers and schedulers are not registered on creation."""
-    return [one for one in gc.get_objects() if issubclass(type(one), instance_class)]
+    return [item for item in gc.get_objects() if issubclass(type(item), instance_class)]

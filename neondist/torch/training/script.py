@@ -140,17 +140,15 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         self.step_counter.step = require_json_integer("'forwards'", settings.get("forwards"))
         saved_random = require_json_type("'random'", settings.get("random"), dict)
         encoded_states = require_json_type("'states'", saved_random.get("states"), list)
-        state_index_by_rank = require_json_type("'ranks'", saved_random.get("ranks"), list)
+        state_indices = require_json_type("'ranks'", saved_random.get("ranks"), list)
+        saved_rank = min(self.grid.rank, len(state_indices) - 1)
         state_index = (
-            require_json_integer("'ranks'", state_index_by_rank[min(self.grid.rank, len(state_index_by_rank) - 1)])
-            if state_index_by_rank
-            else len(encoded_states)
+            require_json_integer("'ranks'", state_indices[saved_rank]) if state_indices else len(encoded_states)
         )
         if state_index >= len(encoded_states):
             raise ValueError("'random' has no state for this rank")
-        random_state = bytearray(
-            base64.b64decode(require_json_type("a random state", encoded_states[state_index], str), validate=True)
-        )
+        encoded_state = require_json_type("a random state", encoded_states[state_index], str)
+        random_state = bytearray(base64.b64decode(encoded_state, validate=True))
         try:
             torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
         except (RuntimeError, TypeError, ValueError) as error:

@@ -44,8 +44,8 @@ class ModuleStep(TrainStep):
 
         def restore() -> None:
             with torch.no_grad():
-                for tensor, before in zip(tensors, saved_values, strict=True):
-                    tensor.copy_(before)
+                for tensor, value in zip(tensors, saved_values, strict=True):
+                    tensor.copy_(value)
 
         return restore
 
@@ -63,15 +63,13 @@ class ModuleStep(TrainStep):
 
     def describe_first_nonfinite(self, x: Any, targets: Any, batch_size: int) -> str:
         """Describe the first non-finite value on any rank: the loss, a gradient or a sum of gradients. Collective."""
-        is_nonfinite_by_name = {"the loss": not self.is_loss_finite}
+        nonfinite_by_name = {"the loss": not self.is_loss_finite}
         for name, tensor in self.trainable.built_parameters.tensors.items():
-            is_nonfinite_by_name[f"the gradient of '{name}'"] = (
+            nonfinite_by_name[f"the gradient of '{name}'"] = (
                 tensor.grad is not None and not tensor.grad.isfinite().all()
             )
-        return (
-            first_nonfinite_on_any_rank(self.trainable.grid.world, is_nonfinite_by_name)
-            or "the sum of the gradients over all ranks"
-        )
+        first_name = first_nonfinite_on_any_rank(self.trainable.grid.world, nonfinite_by_name)
+        return first_name or "the sum of the gradients over all ranks"
 
     def update_parameters(self) -> None:
         """Update the parameters that this rank owns, and receive the others from their owners."""

@@ -61,7 +61,7 @@ class WindowScores(OutputBlocks):
         *extent, channels = shape
         map_extent = tuple((n - window) // stride + 1 for n in extent)
         super().__init__(map_extent, tuple(map(min, zip(size, map_extent, strict=True))))
-        self.windows_per_batch = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
+        self.batch_size = max(1, MAX_CELLS_PER_BATCH // window ** len(extent))
         zero_window = torch.from_numpy(np.zeros((1, channels, *(window for _ in extent)), dtype))
         scores = self._compute_scores(zero_window)
         self.output_shape = *map_extent, scores.shape[1]
@@ -80,12 +80,9 @@ class WindowScores(OutputBlocks):
         block_shape = self.output_box(number).shape
         window_indices: list[tuple[Any, ...]] = list(product(*map(range, block_shape)))
         scores = []
-        for first in range(0, prod(block_shape), self.windows_per_batch):
-            batch_windows = [
-                windows[(slice(None), *window_index)]
-                for window_index in window_indices[first : first + self.windows_per_batch]
-            ]
-            scores.append(self._compute_scores(torch.stack(batch_windows)))
+        for first in range(0, prod(block_shape), self.batch_size):
+            batch = [windows[(slice(None), *index)] for index in window_indices[first : first + self.batch_size]]
+            scores.append(self._compute_scores(torch.stack(batch)))
         return np.concatenate(scores).reshape(1, *block_shape, -1)
 
     def _compute_scores(self, windows: torch.Tensor) -> np.ndarray:
