@@ -11,7 +11,7 @@ import torch
 
 from ...geometry import Lattice, Piece, ViewTransfer, to_slice
 from ...observer import EventScope
-from .mesh_comm import FlatTensorsByRank, MeshComm, StagedExchange
+from .mesh_comm import MeshComm, StagedExchange, TensorsByRank
 
 
 class TransferChannel:
@@ -33,9 +33,8 @@ class TransferChannel:
         self.view_includes_own_part = transfer.view_includes_own_part(rank)
         self.incoming = _group_pieces_by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
         self.outgoing = _group_pieces_by_peer(outgoing_pieces)
-        self.group, self.first_rank = comm.message_group(
-            {axis for request in transfer.requests for axis in request.axes}
-        )
+        exchanged_axes = {axis for request in transfer.requests for axis in request.axes}
+        self.group, self.first_rank = comm.message_group(exchanged_axes)
         self._exchanged_dims = {request.dim for request in transfer.requests}
         self._message_buffers: dict[Any, Any] = {}
 
@@ -161,7 +160,7 @@ class _MessageBuffers:
     """
 
     def __init__(self, channel: TransferChannel, like: torch.Tensor, is_forward: bool) -> None:
-        def allocate(pieces: _PiecesByPeer) -> tuple[FlatTensorsByRank, list[tuple[Piece, torch.Tensor]]]:
+        def allocate(pieces: _PiecesByPeer) -> tuple[TensorsByRank, list[tuple[Piece, torch.Tensor]]]:
             flats = dict[int, torch.Tensor]()
             piece_views = list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():

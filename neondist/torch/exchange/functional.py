@@ -202,7 +202,7 @@ class _HaloViewPlan(NamedTuple):
 
 
 class _GridCache:
-    """State of a grid for images with a given number of axes: communicators, planned messages, known extents."""
+    """Cache of a grid for images with a given number of axes: communicators, planned messages, known extents."""
 
     def __init__(self, grid: ProcessGrid, spatial_ndim: int) -> None:
         self.comm = MeshComm(grid, spatial_ndim)
@@ -241,13 +241,12 @@ class _GridCache:
     def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.comm.mesh, self.comm.grid.world
         shapes = world.allgather(shape)
-        spatial_axes = range(1, mesh.spatial_ndim + 1)
         extent = tuple(
             sum(
-                shapes[mesh.rank([at if other_axis == axis else 0 for other_axis in range(len(mesh.parts))])][axis + 1]
+                shapes[mesh.rank([at if mesh_axis == axis else 0 for mesh_axis in range(len(mesh.parts))])][axis + 1]
                 for at in range(mesh.parts[axis])
             )
-            for axis in spatial_axes
+            for axis in range(1, mesh.spatial_ndim + 1)
         )
         error = None
         try:
@@ -288,9 +287,8 @@ class _GridCache:
             request for request in requests if request.dim in padded_dims or not request.requests_only_own_cells
         )
         channel = TransferChannel(self.comm, "halo", ViewTransfer(mesh.parts, exchange_requests), "halo")
-        view_plan = self._view_plans_by_window[window, extent] = _HaloViewPlan(
-            channel, tuple(p for p in pads if p[0] in padded_dims)
-        )
+        view_plan = _HaloViewPlan(channel, tuple(pad for pad in pads if pad[0] in padded_dims))
+        self._view_plans_by_window[window, extent] = view_plan
         return view_plan
 
 
@@ -302,7 +300,7 @@ def _grid_cache_of(grid: ProcessGrid, spatial_ndim: int) -> _GridCache:
 
 
 def _decode_halo_arguments(grid: int, window_args: Sequence[Any]) -> tuple[_GridCache, Window, tuple[int, ...]]:
-    """Return the grid state, window and extent encoded in an operator's arguments."""
+    """Return the grid's cache, window and extent encoded in an operator's arguments."""
     kernel, stride, padding, dilation, fill, mode, extent = window_args
     padding_sides = tuple(zip(padding[::2], padding[1::2], strict=True))
     window = Window(tuple(kernel), tuple(stride), padding_sides, tuple(dilation), fill=fill, mode=mode.split(","))

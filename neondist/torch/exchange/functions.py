@@ -179,9 +179,7 @@ class SumParameterGradients(torch.autograd.Function):
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
         tensors_and_parts = zip(tensors, parts, strict=True)
-        return tuple(
-            tensor if part is None else part.select(tensor, comm.place) for tensor, part in tensors_and_parts
-        )  # views
+        return tuple(t if part is None else part.select(t, comm.place) for t, part in tensors_and_parts)  # views
 
     @staticmethod
     @once_differentiable

@@ -136,9 +136,8 @@ class MeshComm:
                 self.record_traffic("sum", step, direction, "tiles", own_parts.nbytes)
             StagedExchange(self, group, dict.fromkeys(received_by_rank, own_parts), received_by_rank, first_rank).run()
         for rank, flat in {**received_by_rank, self.grid.rank: own_parts}.items():
-            for target, values in zip(
-                targets_by_rank[rank], flat.split([t.numel() for t in targets_by_rank[rank]]), strict=True
-            ):
+            sizes = [target.numel() for target in targets_by_rank[rank]]
+            for target, values in zip(targets_by_rank[rank], flat.split(sizes), strict=True):
                 if values.data_ptr() != target.data_ptr():
                     target.copy_(values.view(target.shape))
 
@@ -170,11 +169,7 @@ class MeshComm:
                 self.record_traffic("sum", step, direction, name, array.nbytes)
                 with observers.observe("wait", "", direction, name):
                     group.allreduce(array, op)
-        return (
-            wide_tensor
-            if wide_tensor.dtype == tensor.dtype and wide_tensor.device == tensor.device
-            else wide_tensor.to(tensor)
-        )
+        return wide_tensor.to(tensor)  # the same object if dtype and device are equal
 
 
 def _receive_buffer(like: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,7 +179,7 @@ def _receive_buffer(like: torch.Tensor, targets: Sequence[torch.Tensor]) -> torc
     return like.new_empty(sum(target.numel() for target in targets))
 
 
-FlatTensorsByRank = dict[int, torch.Tensor]
+TensorsByRank = dict[int, torch.Tensor]
 """A flat tensor for each rank of the world."""
 
 
@@ -197,14 +192,9 @@ class StagedExchange:
     """
 
     def __init__(
-        self,
-        comm: MeshComm,
-        group: Transport,
-        outgoing: FlatTensorsByRank,
-        incoming: FlatTensorsByRank,
-        first_rank: int,
+        self, comm: MeshComm, group: Transport, outgoing: TensorsByRank, incoming: TensorsByRank, first_rank: int
     ) -> None:
-        def stage(flats: FlatTensorsByRank, staged_pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
+        def stage(flats: TensorsByRank, staged_pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
             buffers_by_peer = {}
             for peer, flat in flats.items():
                 buffer = buffers_by_peer[peer] = torch.empty_like(flat, device=comm.staging_device(flat.device))
@@ -239,7 +229,7 @@ class StagedExchange:
             flat.copy_(host)
 
 
-def create_messages(buffers: FlatTensorsByRank, first_rank: int, as_tensors: bool) -> list[Message]:
+def create_messages(buffers: TensorsByRank, first_rank: int, as_tensors: bool) -> list[Message]:
     """Return a message for each buffer, keyed by rank of the world; `first_rank` is that of the group's first member.
 
     Messages contain tensors if the transport supports them, otherwise NumPy arrays that share the tensors' memory.

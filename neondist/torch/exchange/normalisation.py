@@ -74,7 +74,7 @@ class Normalise(torch.autograd.Function):
         mean, variance = _merge_moments(mean, variance, share, comm, name, moments.axes)
         means, variances = (moments.repeat_by_group(values, channels) for values in (mean, variance))
         scale, shift = (None if v is None else _repeat_channels(v, means) for v in (weight, bias))
-        y = _normalise_rows(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
+        y = _normalise_rows(rows, scale, shift, means, variances, moments.eps)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.options = comm, name, moments
         ctx.mark_non_differentiable(mean, variance)
@@ -107,11 +107,7 @@ class Normalise(torch.autograd.Function):
             shift_term, scale_term = moments.repeat_by_group(sums, channels).mul(std).div_(-moments.group_size).unbind()
             dy_factor = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
             own_rows = moments.select_own_cells(rows)
-            statistics_gradient = (
-                _normalise_rows(own_rows, scale_term, shift_term, means, variances, moments.eps)
-                if own_rows.numel()
-                else own_rows.clone()
-            )
+            statistics_gradient = _normalise_rows(own_rows, scale_term, shift_term, means, variances, moments.eps)
             if moments.own_cells is None:
                 dx = statistics_gradient.addcmul_(dy, dy_factor)
             else:
@@ -172,6 +168,8 @@ def _normalise_rows(
     rows: torch.Tensor, scale: Any, shift: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Return rows normalised with these statistics, scaled and shifted, in one pass."""
+    if not rows.numel():
+        return rows.clone()
     return torch.native_batch_norm(rows, scale, shift, mean, variance, False, 0.0, eps)[0]
 
 

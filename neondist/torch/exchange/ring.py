@@ -44,14 +44,12 @@ class RingPlan(NamedTuple):
     def ranks(self, rank: int) -> list[int]:
         """Return the ranks of a rank's ring, including the rank itself, in the order in which blocks travel."""
         axes = axes_of([self.keys])
-        place = self.mesh.place(rank)
-        other_coordinates = [coord for axis, coord in enumerate(place) if axis not in axes]
-        ranks_and_places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
-        return [
-            r
-            for r, at in ranks_and_places
-            if [coord for axis, coord in enumerate(at) if axis not in axes] == other_coordinates
-        ]
+
+        def other_coordinates(peer: int) -> list[int]:
+            return [coord for axis, coord in enumerate(self.mesh.place(peer)) if axis not in axes]
+
+        shared_coordinates = other_coordinates(rank)
+        return [peer for peer in range(self.mesh.size) if other_coordinates(peer) == shared_coordinates]
 
 
 class RingChannel:
@@ -89,9 +87,8 @@ class RingChannel:
 
         def tensors_at(hop: int) -> list[torch.Tensor]:
             num_keys = len(self.key_indices[(self.own_position - hop) % ring_size])
-            flat_parts = flats[hop % 2][: sum(elements_per_key) * num_keys].split(
-                [end * num_keys for end in elements_per_key]
-            )
+            sizes = [n * num_keys for n in elements_per_key]
+            flat_parts = flats[hop % 2][: sum(sizes)].split(sizes)
             return [part.view(*shape[:-1], num_keys, shape[-1]) for part, shape in zip(flat_parts, shapes, strict=True)]
 
         for part, tensor in zip(tensors_at(0), tensors, strict=True):
@@ -100,9 +97,8 @@ class RingChannel:
             yield (self.own_position - hop) % ring_size, tensors_at(hop)
             if hop < len(exchanges):
                 for message in exchanges[hop].exchange.sends:
-                    self.comm.record_traffic(
-                        "ring", self.name, direction, self.first_rank + message.peer, message.nbytes
-                    )
+                    peer = self.first_rank + message.peer
+                    self.comm.record_traffic("ring", self.name, direction, peer, message.nbytes)
                 exchanges[hop].run()
 
     def compute_scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
@@ -123,17 +119,16 @@ class RingChannel:
         ring_size = len(self.ranks)
         block_sizes = [elements_per_key * len(columns) for columns in self.key_indices]
         flats, exchanges = [torch.empty(max(block_sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
+        next_rank = self.ranks[(self.own_position + 1) % ring_size]
+        previous_rank = self.ranks[self.own_position - 1]
         for hop in range(ring_size - 1 + is_backward):
-            outgoing_size, incoming_size = (
-                block_sizes[(self.own_position - step) % ring_size] for step in (hop, hop + 1)
-            )
+            outgoing_size = block_sizes[(self.own_position - hop) % ring_size]
+            incoming_size = block_sizes[(self.own_position - hop - 1) % ring_size]
             if hop == ring_size - 1:  # only gradients return to their owner
                 outgoing_size, incoming_size = outgoing_size // 2, incoming_size // 2
-            shifts_and_flats = ((1, flats[hop % 2][:outgoing_size]), (-1, flats[(hop + 1) % 2][:incoming_size]))
-            outgoing_flats, incoming_flats = (
-                {self.ranks[(self.own_position + shift) % ring_size]: flat} for shift, flat in shifts_and_flats
-            )
-            exchanges.append(StagedExchange(self.comm, self.group, outgoing_flats, incoming_flats, self.first_rank))
+            outgoing = {next_rank: flats[hop % 2][:outgoing_size]}
+            incoming = {previous_rank: flats[(hop + 1) % 2][:incoming_size]}
+            exchanges.append(StagedExchange(self.comm, self.group, outgoing, incoming, self.first_rank))
         return flats, exchanges
 
 
@@ -154,7 +149,7 @@ class RingAttention(torch.autograd.Function):
         y = queries.new_zeros(*q.shape[:-1], v.shape[-1])
         is_fused = _uses_fused_kernel(q, v, mask, channel.ring)
         with channel.observe("forward"), torch.autocast(q.device.type, enabled=False):
-            for whose, block in channel.rotate("forward", k, v):
+            for position, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
                     continue
                 if is_fused:  # the outputs are treated as the values of a single key with scores `log_sums`
@@ -163,7 +158,7 @@ class RingAttention(torch.autograd.Function):
                     )
                     scores_and_values = iter([(log_sums.unsqueeze(-1).clone(), output.to(wide_dtype))])
                 else:
-                    chunks = _iter_key_value_chunks(channel.key_indices[whose], block, queries)
+                    chunks = _iter_key_value_chunks(channel.key_indices[position], block, queries)
                     scores_and_values = iter(
                         (channel.compute_scores(queries, keys, mask, at), values) for at, keys, values in chunks
                     )
@@ -193,7 +188,7 @@ class RingAttention(torch.autograd.Function):
         is_fused = _uses_fused_kernel(q, v, mask, channel.ring)
         blocks = channel.rotate("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.observe("backward"):
-            for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
+            for hop, (position, (dk, dv, *block)) in enumerate(blocks):
                 if hop == len(channel.ranks):
                     break
                 if not (q.numel() and dk.numel()):
@@ -207,7 +202,7 @@ class RingAttention(torch.autograd.Function):
                         total += part
                     continue
                 start = 0
-                for columns, keys, values in _iter_key_value_chunks(channel.key_indices[whose], block, queries):
+                for columns, keys, values in _iter_key_value_chunks(channel.key_indices[position], block, queries):
                     key_slice = slice(start, start + len(columns))
                     weights = channel.compute_scores(queries, keys, mask, columns).sub_(log_sums).exp_()
                     dv[..., key_slice, :] += (weights.mT @ dy).to(dv)

@@ -80,7 +80,7 @@ class SchemeChannel:
     def _array_for(self, tensor: torch.Tensor, fill: float) -> tuple[GlobalArray, list[int]]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._arrays:
-            self._arrays = {of: kept for of, kept in self._arrays.items() if of[:2] == key[:2]}  # of one size
+            self._arrays = {k: kept for k, kept in self._arrays.items() if k[:2] == key[:2]}  # of one size
             plan = self._halo_plan(tuple(tensor.shape[2:]), fill)
             dtype = _as_channels_last(tensor[:0]).dtype
             array = GlobalArray(self.grid, (len(tensor), *plan.extent, tensor.shape[1]), dtype=str(dtype), reuse=True)
@@ -97,13 +97,11 @@ class SchemeChannel:
         own_ranges, needed_ranges, image_ranges = ([(0, n) for n in extent] for _ in range(3))
         used_cells: dict[int, AxisCells] = {}
         for axis, request in requests.items():
+            part = request.part(place)
             own_ranges[axis], image_ranges[axis] = request.source.range(place), (0, request.source.extent)
-            (needed_ranges[axis],) = request.ranges[request.part(place)]
+            (needed_ranges[axis],) = request.ranges[part]
             if request.used is not None:
-                used_cells[axis] = tuple(
-                    shift_range(cells_by_axis, needed_ranges[axis][0])
-                    for cells_by_axis in request.used[request.part(place)]
-                )
+                used_cells[axis] = tuple(shift_range(cells, needed_ranges[axis][0]) for cells in request.used[part])
 
         def to_image_coordinates(piece: Piece) -> Piece:
             """Return the piece with both ends in cells of the image; each view is one range."""

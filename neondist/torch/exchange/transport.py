@@ -146,7 +146,7 @@ class TorchTransport(Transport):
         All ranks but this one.
     """
 
-    def __init__(self, group: Any = None, part: _RankSubset | None = None, max_count: int = MAX_COUNT) -> None:
+    def __init__(self, group: Any = None, subset: _RankSubset | None = None, max_count: int = MAX_COUNT) -> None:
         self._group, self.max_count = dist.group.WORLD if group is None else group, max_count
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
@@ -156,7 +156,7 @@ class TorchTransport(Transport):
             )
         group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, group_number, self._group_counter = part or _RankSubset(group_ranks, 0, _GroupCounter())
+        self._ranks, group_number, self._group_counter = subset or _RankSubset(group_ranks, 0, _GroupCounter())
         self._tags = [FIRST_MESSAGE_TAG + group_number * len(MESSAGE_KINDS) + kind for kind in MESSAGE_KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
@@ -175,8 +175,8 @@ class TorchTransport(Transport):
     def split(self, color: int, key: int) -> TorchTransport:
         """Return the group of the ranks with the same colour, ordered by key."""
         colors = self.allgather((color, key))
-        keys_and_ranks = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
-        return self._subgroup([place for _, place in keys_and_ranks], self._new_subgroup_number())
+        keys_and_ranks = sorted((key, rank) for rank, (other, key) in enumerate(colors) if other == color)
+        return self._subgroup([rank for _, rank in keys_and_ranks], self._new_subgroup_number())
 
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, whose members are known without communication."""
@@ -193,8 +193,8 @@ class TorchTransport(Transport):
         self._group_counter.last_number = int(last_number[0]) + 1
         return self._group_counter.last_number
 
-    def _subgroup(self, group_ranks: Sequence[int], group_number: int) -> TorchTransport:
-        subset = _RankSubset([self._ranks[place] for place in group_ranks], group_number, self._group_counter)
+    def _subgroup(self, ranks: Sequence[int], group_number: int) -> TorchTransport:
+        subset = _RankSubset([self._ranks[rank] for rank in ranks], group_number, self._group_counter)
         return TorchTransport(self.group, subset, self.max_count)
 
     def create_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
@@ -221,9 +221,8 @@ class TorchTransport(Transport):
                     dist.all_reduce(part, REDUCE_OPS[op], self.group)
             return
         tensors_by_rank = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
-        self.sendrecv(
-            [(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(tensors_by_rank[p])) for p in self.peers]
-        )
+        receives = [(peer, bytes_of(tensors_by_rank[peer])) for peer in self.peers]
+        self.sendrecv([(peer, bytes_of(tensor)) for peer in self.peers], receives)
         combine: Any = torch.add if op == "sum" else torch.maximum
         tensor.copy_(reduce(combine, tensors_by_rank))
 
@@ -295,8 +294,8 @@ class TorchTransport(Transport):
             # receives first, so that few messages arrive before their receive
             calls_and_tensors = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
-                dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
-                for end, tensors in calls_and_tensors
+                dist.P2POp(call, data[chunk], self._ranks[peer], group, tag)
+                for call, tensors in calls_and_tensors
                 for peer, data in tensors
                 for chunk in chunk_slices(data.numel(), self.max_count)
             ]
@@ -332,7 +331,7 @@ class _PendingReduction(Request):
     """Pending sum or maximum: each rank reduces one part of all arrays, in rank order, and sends it to the others."""
 
     def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:
-        part_bounds = [flat.size * place // transport.size for place in range(transport.size + 1)]
+        part_bounds = [flat.size * rank // transport.size for rank in range(transport.size + 1)]
         self.transport, self.kind = transport, kind
         self.combine = {"sum": np.add, "max": np.maximum}[op]
         self.parts = [flat[start:end] for start, end in pairwise(part_bounds)]
