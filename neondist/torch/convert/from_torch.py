@@ -103,9 +103,8 @@ def _convert_both_modes(
             " not, and layers share one mode; call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {
-        _dtype_name(default_dtype)
-    }
+    dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
+    dtypes = dtypes or {_dtype_name(default_dtype)}
     if dtypes not in ({"float32"}, {"float64"}):
         raise ConfigError(
             f"the module has parameters in {', '.join(sorted(dtypes))}; convert all to float32, or all to float64"
@@ -157,19 +156,15 @@ def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, Tr
             f"the module has {counted(len(input_specs), 'input')} and {counted(len(result_nodes), 'output')}; convert a"
             " module with exactly one of each"
         )
-    buffer_by_result = {  # results that are written to buffers
+    buffer_names = {  # by the results that are written to the buffers
         result: spec.target
         for spec, result in zip(signature.output_specs, output_node.args[0], strict=True)
         if spec.kind == OutputKind.BUFFER_MUTATION
     }
     for node in program.graph.nodes:
-        buffer_by_result |= {
-            old: specs_by_name[old.name].target for old in written_values(node) if old.op == "placeholder"
-        }
-    buffer_by_result = {
-        result: name for result, name in buffer_by_result.items() if not name.endswith("num_batches_tracked")
-    }
-    needed_nodes = {result_nodes[0], *buffer_by_result}
+        buffer_names |= {old: specs_by_name[old.name].target for old in written_values(node) if old.op == "placeholder"}
+    buffer_names = {result: name for result, name in buffer_names.items() if not name.endswith("num_batches_tracked")}
+    needed_nodes = {result_nodes[0], *buffer_names}
     converted_nodes = set()
     for node in reversed(program.graph.nodes):
         if node in needed_nodes or not needed_nodes.isdisjoint(written_values(node)):
@@ -190,7 +185,7 @@ def _fill_network(program: Any, net: NetworkBuilder) -> tuple[NetworkBuilder, Tr
             )
             value = args[0][args[1]] if node.target is operator.getitem else _convert_node(net, node, args, kwargs)
             store_result(env, node, value)
-    for result, name in buffer_by_result.items():
+    for result, name in buffer_names.items():
         if not isinstance(env[result], ModuleTensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", node_location(result))
     output = env[result_nodes[0]]
@@ -210,18 +205,14 @@ def _convert_node(net: NetworkBuilder, node: Any, args: Sequence[Any], kwargs: d
     if converter is None:
         return net.refuse()
     net.fake_out = pytree.tree_leaves(node.meta["val"])[0]
-    declared_arguments = target._schema.arguments
-    argument_names = ["x" if argument.name in ("self", "input") else argument.name for argument in declared_arguments]
-    defaults = {
-        name: a.default_value
-        for name, a in zip(argument_names, declared_arguments, strict=True)
-        if a.has_default_value()
-    }
-    bound_arguments = defaults | dict(zip(argument_names, args, strict=False)) | kwargs
-    first_input = bound_arguments.get("x", net.input)
+    schema_args = target._schema.arguments
+    arg_names = ["x" if argument.name in ("self", "input") else argument.name for argument in schema_args]
+    defaults = {name: a.default_value for name, a in zip(arg_names, schema_args, strict=True) if a.has_default_value()}
+    bound_args = defaults | dict(zip(arg_names, args, strict=False)) | kwargs
+    first_input = bound_args.get("x", net.input)
     if not isinstance(first_input, TracedValue):
         return net.refuse("only values computed from the input can be converted to layers")
     try:
-        return converter.function(net, **bound_arguments)
+        return converter.function(net, **bound_args)
     except (ConfigError, ShapeError) as error:
         return net.refuse(str(error))

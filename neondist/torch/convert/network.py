@@ -116,11 +116,9 @@ class NetworkBuilder:
             self._add_weight(f"{layer.name}/{name}", tensor, transform)
         weight_sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         layer_shape = layer.output_shape_for(x.layer_shape)
-        value_number = (
-            x.value_number
-            if identity_in_eval
-            else self._value_number(_layer_key(layer), weight_sources, x.value_number)
-        )
+        value_number = x.value_number
+        if not identity_in_eval:
+            value_number = self._value_number(_layer_key(layer), weight_sources, x.value_number)
         return self._append(Step(layer, None, (x.step_index,), self.where, is_global_mean), layer_shape, value_number)
 
     def join_values(self, join_class: type[Branches], values: Sequence[Any]) -> TracedValue:
@@ -132,21 +130,16 @@ class NetworkBuilder:
         if join_class is Concat:
             layer_shape = (*layer_shape[:-1], sum(value.layer_shape[-1] for value in values))
         value_number = self._value_number(join_class.__name__, *(value.value_number for value in values))
-        return self._append(
-            Step(None, join_class, tuple(value.step_index for value in values), self.where), layer_shape, value_number
-        )
+        step = Step(None, join_class, tuple(value.step_index for value in values), self.where)
+        return self._append(step, layer_shape, value_number)
 
     def reshape(self, x: TracedValue, shape: Shape) -> TracedValue:
         """Return a value with another shape, whose elements are in PyTorch's order."""
         if len(shape) == 2 and len(x.layer_shape) > 1 and prod(x.layer_shape[:-1]) == 1:  # one cell is its own mean
             follows_global_mean = x.step_index > 0 and self.steps[x.step_index - 1].is_global_mean
             input_step = self.steps[x.step_index - 1].input_steps[0] if follows_global_mean else x.step_index
-            layer = GlobalAvgPoolingLayer(name=self._new_layer_name())
-            return self._append(
-                Step(layer, None, (input_step,), self.where),
-                x.layer_shape[-1:],
-                self._value_number("vector", x.value_number),
-            )
+            step = Step(GlobalAvgPoolingLayer(name=self._new_layer_name()), None, (input_step,), self.where)
+            return self._append(step, x.layer_shape[-1:], self._value_number("vector", x.value_number))
         return x._replace(shape=tuple(shape))
 
     def parameter_shape(self, weight: Any) -> Shape:
@@ -186,9 +179,8 @@ class NetworkBuilder:
                     done_positions.add(position)
                     nodes.append(step.layer)
                 elif step.join_class is not None:
-                    nodes.append(
-                        step.join_class([nest_chain(dominators[position], value) for value in step.input_steps])
-                    )
+                    branches = [nest_chain(dominators[position], input_step) for input_step in step.input_steps]
+                    nodes.append(step.join_class(branches))
                 position = dominators[position]
             return nodes[::-1]
 

@@ -29,9 +29,8 @@ def converts_to(layer_names: str, *operator_names: str) -> Callable[[Callable[..
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         requirements = (function.__doc__ or "").strip().split("\n")[0]
-        CONVERTERS.update(
-            {f"aten.{name}": OperatorConverter(function, layer_names, requirements) for name in operator_names}
-        )
+        converter = OperatorConverter(function, layer_names, requirements)
+        CONVERTERS.update({f"aten.{name}": converter for name in operator_names})
         return function
 
     return register
@@ -107,14 +106,13 @@ def linear(net: NetworkBuilder, x: TracedValue, weight: Any, bias: Any) -> Trace
     if len(x.shape) != 2 or x.shape[0] != net.batch_size:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
     out_features = net.parameter_shape(weight)[0]
-    extent = x.layer_shape[-1:] + x.layer_shape[:-1]
+    input_shape = x.layer_shape[-1:] + x.layer_shape[:-1]  # channels first
 
     def reorder_rows(w: torch.Tensor) -> torch.Tensor:
-        return w.reshape(out_features, *extent).movedim(1, -1).reshape(out_features, -1).T
+        return w.reshape(out_features, *input_shape).movedim(1, -1).reshape(out_features, -1).T
 
-    return net.append(
-        layers.FCLayer(out_features, bias=bias is not None), x, _weight_and_bias(weight, reorder_rows, bias)
-    )
+    layer = layers.FCLayer(out_features, bias=bias is not None)
+    return net.append(layer, x, _weight_and_bias(weight, reorder_rows, bias))
 
 
 def _weight_and_bias(weight: Any, transform: Any, bias: Any) -> dict[str, Any]:
@@ -325,12 +323,11 @@ def linear_upsampling(
 
 def _integer_factors(net: NetworkBuilder, x: TracedValue, scales: Any) -> tuple[int, ...]:
     n = _count_spatial_axes(net, x)
-    factors = tuple(m // cells for m, cells in zip(net.fake_out.shape[2:], x.layer_shape, strict=False))
-    is_exact = tuple(net.fake_out.shape[2:]) == tuple(
-        cells * f for cells, f in zip(x.layer_shape, factors, strict=False)
-    )
+    output_extent = tuple(net.fake_out.shape[2:])
+    factors = tuple(m // cells for m, cells in zip(output_extent, x.layer_shape, strict=False))
+    is_exact = output_extent == tuple(cells * f for cells, f in zip(x.layer_shape, factors, strict=False))
     if not is_exact or (scales is not None and _as_tuple(list(scales), n) != factors):
-        net.refuse(f"its scaling from {x.layer_shape[:-1]} to {tuple(net.fake_out.shape[2:])} is not an integer factor")
+        net.refuse(f"its scaling from {x.layer_shape[:-1]} to {output_extent} is not an integer factor")
     return factors
 
 

@@ -106,11 +106,10 @@ class LocalContrast(nn.Module):
         v = x - self.mean(x)
         squares = self.mean(v * v)
         sigma = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
-        min_sigma = (
-            sigma.mean(list(range(2, x.dim())), keepdim=True)
-            if self.min_deviation is None
-            else sigma.new_tensor(self.min_deviation)
-        )
+        if self.min_deviation is None:
+            min_sigma = sigma.mean(list(range(2, x.dim())), keepdim=True)
+        else:
+            min_sigma = sigma.new_tensor(self.min_deviation)
         divisor = torch.maximum(sigma, min_sigma)
         return v / torch.where(divisor > 0, divisor, torch.inf)
 
@@ -206,21 +205,15 @@ def _padding_modules(
 ) -> list[nn.Module]:
     if not isinstance(mode, str):  # pad one axis after the other
         sides_by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
-        return [
-            pad
-            for pads, mode_ in zip(sides_by_axis, mode, strict=True)
-            for pad in _padding_modules(pads, shape, mode_, fill)
-        ]
+        modules = [_padding_modules(pads, shape, mode_, fill) for pads, mode_ in zip(sides_by_axis, mode, strict=True)]
+        return [module for axis_modules in modules for module in axis_modules]
     flat_sides = tuple(n for side in reversed(sides) for n in side)
     if not any(flat_sides):
         return []
     if mode == "zeros":
         return [_torch_class("ConstantPad", shape)(flat_sides, fill)]
-    return [
-        _torch_class({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(
-            flat_sides
-        )
-    ]
+    class_prefix = {"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode]
+    return [_torch_class(class_prefix, shape)(flat_sides)]
 
 
 def _split_padding(window: Any, shape: Shape, at_most_half_kernel: bool = False) -> tuple[Shape, list[nn.Module]]:
@@ -229,9 +222,8 @@ def _split_padding(window: Any, shape: Shape, at_most_half_kernel: bool = False)
     With `at_most_half_kernel`, as in pooling modules, the argument may be at most half of the kernel.
     """
     paddings_and_kernels = zip(window.padding, window.kernel, strict=True)
-    if window.mode == "zeros" and all(
-        a == b and (a <= k // 2 or not at_most_half_kernel) for (a, b), k in paddings_and_kernels
-    ):
+    fits = all(a == b and (a <= k // 2 or not at_most_half_kernel) for (a, b), k in paddings_and_kernels)
+    if window.mode == "zeros" and fits:
         return tuple(a for a, _ in window.padding), []
     return (0,) * window.ndim, _padding_modules(window.padding, shape, window.mode, window.fill)
 
@@ -247,10 +239,8 @@ def _convolution(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn
     weights = _rename_weights(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation, "groups": layer.groups}
     module_args = shape[-1], layer.out_channels, window.kernel
-    return [
-        *padding_modules,
-        _load_module(_torch_class("Conv", shape), *module_args, bias=layer.bias, weights=weights, **options),
-    ]
+    module = _load_module(_torch_class("Conv", shape), *module_args, bias=layer.bias, weights=weights, **options)
+    return [*padding_modules, module]
 
 
 def _transposed_convolution(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
@@ -272,17 +262,14 @@ def _transposed_convolution(layer: Any, shape: Shape, arrays: TensorsByName) -> 
     }
     module_args = shape[-1], layer.out_channels, window.kernel
     weights = _rename_weights(arrays, reorder)
-    module = _load_module(
-        _torch_class("ConvTranspose", shape), *module_args, bias=layer.bias, weights=weights, **options
-    )
+    module_class = _torch_class("ConvTranspose", shape)
+    module = _load_module(module_class, *module_args, bias=layer.bias, weights=weights, **options)
     return [module, *(_padding_modules([(-a, -b) for a, b in window.padding], shape) if needs_crop else [])]
 
 
 def _linear(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     out_features = layer.out_features
-    weights = _rename_weights(
-        arrays, lambda w: w.T.reshape(out_features, *shape).movedim(-1, 1).reshape(out_features, -1)
-    )
+    weights = _rename_weights(arrays, lambda w: w.T.reshape(out_features, *shape).movedim(-1, 1).flatten(1))
     module = _load_module(nn.Linear, prod(shape), out_features, bias=layer.bias, weights=weights)
     return [nn.Flatten(), module] if len(shape) > 1 else [module]
 
@@ -299,11 +286,9 @@ def _avg_pooling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn
     pool = _torch_class("AvgPool", shape)(
         window.kernel, window.stride, padding, count_include_pad=layer.count_include_pad
     )
-    return (
-        [*padding_modules, pool]
-        if layer.count_include_pad or not padding_modules
-        else [AvgPoolIgnoringPadding(padding_modules[0], pool)]
-    )
+    if padding_modules and not layer.count_include_pad:
+        return [AvgPoolIgnoringPadding(padding_modules[0], pool)]
+    return [*padding_modules, pool]
 
 
 def _l2_pooling(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
@@ -320,11 +305,11 @@ def _batch_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.
 
 def _group_or_instance_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
-    groups_and_channels = layer.group_count_for(shape), shape[-1]
-    if groups_and_channels[0] == groups_and_channels[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
+    groups, channels = layer.group_count_for(shape), shape[-1]
+    if groups == channels and prod(shape[:-1]) > 1:  # faster in PyTorch
         module_class = _torch_class("InstanceNorm", shape)
-        return [_load_module(module_class, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
-    return [_load_module(nn.GroupNorm, *groups_and_channels, eps=layer.eps, affine=layer.affine, weights=weights)]
+        return [_load_module(module_class, channels, eps=layer.eps, affine=layer.affine, weights=weights)]
+    return [_load_module(nn.GroupNorm, groups, channels, eps=layer.eps, affine=layer.affine, weights=weights)]
 
 
 def _response_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
@@ -334,13 +319,9 @@ def _response_norm(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[
 
 def _local_contrast(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.local_window.window_of_stages(shape)
-    min_deviation = layer.min_deviation
+    min_deviation = None if layer.min_deviation == "mean" else layer.min_deviation
     padding_modules = _padding_modules(window.padding, shape, window.mode)
-    return [
-        LocalContrast(
-            layer.local_window.axis_weights(shape), padding_modules, None if min_deviation == "mean" else min_deviation
-        )
-    ]
+    return [LocalContrast(layer.local_window.axis_weights(shape), padding_modules, min_deviation)]
 
 
 def _convert_local_filtering(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
