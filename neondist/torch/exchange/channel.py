@@ -160,12 +160,12 @@ class _MessageBuffers:
     """
 
     def __init__(self, channel: TransferChannel, like: torch.Tensor, is_forward: bool) -> None:
-        def allocate(pieces: _PiecesByPeer) -> tuple[TensorsByRank, list[tuple[Piece, torch.Tensor]]]:
+        def allocate(pieces_by_peer: _PiecesByPeer) -> tuple[TensorsByRank, list[tuple[Piece, torch.Tensor]]]:
             flats = dict[int, torch.Tensor]()
             piece_views = list[tuple[Piece, torch.Tensor]]()
-            for peer, parts in pieces.items():
+            for peer, pieces in pieces_by_peer.items():
                 shapes = []
-                for piece in parts:
+                for piece in pieces:
                     shape = list(like.shape)
                     for request, length in zip(channel.transfer.requests, piece.source.shape, strict=True):
                         shape[request.dim] = length
@@ -173,7 +173,7 @@ class _MessageBuffers:
                 sizes = list(map(prod, shapes))
                 flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
                 parts_and_shapes = zip(flats[peer].split(sizes), shapes, strict=True)
-                piece_views += zip(parts, (part.view(shape) for part, shape in parts_and_shapes), strict=True)
+                piece_views += zip(pieces, (part.view(shape) for part, shape in parts_and_shapes), strict=True)
             return flats, piece_views
 
         sent_pieces, received_pieces = (
