@@ -109,9 +109,8 @@ def estimate_channel_partition(node: Node, mesh: Mesh, partitioned: Collection[N
     if not isinstance(target, torch._ops.OpOverload):
         return None
     if name in _PRODUCT_OPS:
-        return _estimate_channel_saving(
-            bind_arguments(target, node.args, node.kwargs), out, mesh, has_partitioned_input
-        )
+        arguments = bind_arguments(target, node.args, node.kwargs)
+        return _estimate_channel_saving(arguments, out, mesh, has_partitioned_input)
     if name in _BATCH_NORM_OPS:
         is_training = bind_arguments(target, node.args, node.kwargs).get("training", "no_training" not in name)
         messages = (2 - has_partitioned_input) * bool(is_training)  # running statistics are gathered
@@ -143,8 +142,7 @@ def _estimate_channel_saving(
     if groups > 1:
         return _NodeEstimate(cells_cost - channels_cost, share < 1)
     num_moved = samples * (2 * prod(out.shape[1:]) if uses_partial_sums else prod(x.shape[1:]))
-    messages = (
-        2 if has_partitioned_input and not uses_partial_sums else 1
-    )  # if all ranks have all inputs, only their gradient is summed
+    # if all ranks have all inputs, only their gradient is summed
+    messages = 2 if has_partitioned_input and not uses_partial_sums else 1
     channels_cost += messages * SECONDS_PER_MESSAGE + GATHER_PASSES * x.element_size() * num_moved / BYTES_PER_SECOND
     return _NodeEstimate(cells_cost - channels_cost, share < 1 and not uses_partial_sums, num_moved, weight.numel())

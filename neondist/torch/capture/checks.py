@@ -168,8 +168,8 @@ class BackwardEntryCheck:
     def check_gradient_of_output(self, output: torch.Tensor, is_scattered_target: Callable[..., Any]) -> None:
         """Check the gradient of an output; `is_scattered_target` recognises results of `scatter_target`."""
         if self._grid.size > 1 and output.requires_grad:
-            key = id(output)
-            output.register_hook(lambda gradient: self._check_output_gradient(gradient, key, is_scattered_target))
+            output_id = id(output)
+            output.register_hook(lambda gradient: self._check_output_gradient(gradient, output_id, is_scattered_target))
             self._pass.output_versions[output] = output._version
 
     def alias_for_model(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -209,10 +209,12 @@ class BackwardEntryCheck:
         if output_id is not None:
             sent_gradients.append(gradient)
 
-    def _check_output_gradient(self, gradient: torch.Tensor, key: int, is_scattered_target: Callable[..., Any]) -> None:
+    def _check_output_gradient(
+        self, gradient: torch.Tensor, output_id: int, is_scattered_target: Callable[..., Any]
+    ) -> None:
         if self._pass.task_id != torch._C._current_graph_task_id():
             self._check_backward_begins("backward of an output")
-        sent_gradients = self._pass.sent_gradients.pop(key, [])
+        sent_gradients = self._pass.sent_gradients.pop(output_id, [])
         if self._has_warned or None in self._pass.sent_gradients or is_scattered_target(gradient):
             return
         if not sent_gradients or not _is_sum_of(gradient, sent_gradients):

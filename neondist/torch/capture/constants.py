@@ -106,10 +106,8 @@ class KnownValueTracker(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shape_only = depends_on_shape_only(func)
-        known_values = [
-            self._known_value(t, is_literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only)
-            for t in tensors
-        ]
+        is_literal = func is torch.ops.aten.lift_fresh.default
+        known_values = [self._known_value(t, is_literal=is_literal, shape_only=shape_only) for t in tensors]
         self.unregistered_tensors.extend(t for t in tensors if type(t) in _REAL_TENSOR_TYPES and t.requires_grad)
         is_known = None not in known_values and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
@@ -273,11 +271,8 @@ class _KnownValueProvider(TorchFunctionMode):
         """Return an index whose known boolean masks are replaced by integer indices."""
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
-            value = (
-                self._tracker.read_and_record(item)
-                if isinstance(item, torch.Tensor) and item.dtype == torch.bool
-                else None
-            )
+            is_mask = isinstance(item, torch.Tensor) and item.dtype == torch.bool
+            value = self._tracker.read_and_record(item) if is_mask else None
             if value is None or not value.dim():
                 items.append(item)
                 continue

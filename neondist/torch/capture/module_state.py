@@ -298,10 +298,10 @@ class ReachableState:
 
     def _visit_attrs(self, attrs: dict[str, Any], path: str, module: nn.Module | None, names: Collection[str]) -> None:
         paths = {name: f"{path}.{name}".removeprefix(".") for name in names}
-        paths = {name: place for name, place in paths.items() if place not in self._excluded}
+        paths = {name: attr_path for name, attr_path in paths.items() if attr_path not in self._excluded}
         self.containers.append(ValueContainer(path, module, attrs, list(paths), attrs.get, is_restored=False))
-        for name, place in paths.items():
-            self._visit(attrs[name], place, module)
+        for name, attr_path in paths.items():
+            self._visit(attrs[name], attr_path, module)
 
     def _visit_items(self, value: Any, path: str, module: nn.Module | None) -> None:
         self.key_by_path[path] = type(value), len(value)
@@ -310,16 +310,17 @@ class ReachableState:
             key: f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[#{position}]"
             for position, (key, _) in enumerate(items)
         }
-        is_complete = not any(place in self._excluded for place in paths.values())
+        is_complete = not any(item_path in self._excluded for item_path in paths.values())
         self.containers.append(ValueContainer(path, module, value, is_watched=is_complete))
         if not is_complete:
-            names = [key for key, place in paths.items() if place not in self._excluded]
+            names = [key for key, item_path in paths.items() if item_path not in self._excluded]
             get_item = value.get if isinstance(value, dict) else value.__getitem__
             self.containers.append(ValueContainer(path, module, value, names, get_item, is_restored=False))
-        for (key, place), item in zip(paths.items(), value.values() if isinstance(value, dict) else value, strict=True):
+        members = value.values() if isinstance(value, dict) else value
+        for (key, item_path), item in zip(paths.items(), members, strict=True):
             if not isinstance(key, (str, int)):
-                self._visit(key, f"{place}#", module)
-            self._visit(item, place, module)
+                self._visit(key, f"{item_path}#", module)
+            self._visit(item, item_path, module)
         if not _is_library_module(type(value).__module__):
             if hasattr(value, "__dict__"):
                 self.containers.append(ValueContainer(path, module, vars(value), is_watched=False))

@@ -119,7 +119,7 @@ def _bypass_writes(graph_module: Any, parameter: Any, last_write: Any) -> bool:
     graph, ops, aliases = graph_module.graph, torch.ops.aten, {parameter}
     positions = {node: position for position, node in enumerate(graph.nodes)}
     aliases.update(node for node in graph.nodes if _modified_value(graph_module, node) in aliases)
-    users = {user for name in aliases for user in name.users} - aliases
+    users = {user for alias in aliases for user in alias.users} - aliases
     reads = [user for user in users if user.target not in (ops.detach.default, GRAD_MODE_REGION)]
     late_reads = {read for read in reads if positions[read] > positions[last_write]}
     original = parameter.meta["val"]
@@ -138,8 +138,8 @@ def _bypass_writes(graph_module: Any, parameter: Any, last_write: Any) -> bool:
             zeros = call(ops.sub.Tensor, parameter, call(ops.detach.default, parameter))  # zeros with a gradient
         with graph.inserting_before(last_write.next):
             result = call(ops.add.Tensor, call(ops.detach.default, parameter), zeros)
-    for name in aliases:
-        name.replace_all_uses_with(result, late_reads.__contains__)
+    for alias in aliases:
+        alias.replace_all_uses_with(result, late_reads.__contains__)
     return True
 
 

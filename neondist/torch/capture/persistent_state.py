@@ -277,9 +277,7 @@ def _reject_state_kept_between_passes(
     before, passes = RestorableState(module), RepeatedPasses(module, inputs)
     expected_numbers = passes.run()
     changes = before.changed_values()
-    persistent = {
-        name: change for name, change in changes.items() if any(map(passes.numbering.is_dependent, change[1]))
-    }
+    persistent = {n: change for n, change in changes.items() if any(map(passes.numbering.is_dependent, change[1]))}
     after = RestorableState(module)
     first_probe = _ControlFlowProbe()  # records comparisons; another inverts them
     probes, lengthened = [first_probe], list[tuple[ValueContainer, dict[Any, Any]]]()

@@ -70,19 +70,20 @@ class PartitioningConverter:
     def gather(self, values: Iterable[Value]) -> list[Value]:
         """Gather values after the program on every rank; statistics of channels in one message per dtype."""
         lowering, mesh, values = self.lowering, self.lowering.mesh, list(values)
-        n_tiles = prod(mesh.parts[1:])
+        num_tiles = prod(mesh.parts[1:])
         even_vectors = [
             v for v in values
-            if n_tiles > 1 and len(v.shape) == 1 and axes_of(v.layout) == mesh.axes - {0} and not v.shape[0] % n_tiles
+            if num_tiles > 1 and len(v.shape) == 1 and axes_of(v.layout) == mesh.axes - {0}
+            and not v.shape[0] % num_tiles
         ]  # fmt: skip
         gathered: dict[int, Value] = {}
         for dtype in dict.fromkeys(value.dtype for value in even_vectors):
-            rows = [lowering.reshape(v, (n_tiles, v.shape[0] // n_tiles)) for v in even_vectors if v.dtype == dtype]
+            rows = [lowering.reshape(v, (num_tiles, v.shape[0] // num_tiles)) for v in even_vectors if v.dtype == dtype]
             width = sum(row.shape[1] for row in rows)
             joined = lowering.local(lambda *ts: torch.cat(ts, 1), rows, (rows[0].layout[0], (Atom(width),)))
             gathered_rows, first_column = lowering.gather(joined), 0
             for value in (v for v in even_vectors if v.dtype == dtype):
-                num_columns = value.shape[0] // n_tiles
+                num_columns = value.shape[0] // num_tiles
                 flatten = partial(_flatten_columns, first_column, num_columns)
                 gathered[value.id] = lowering.local(flatten, [gathered_rows], replicated(value.shape))
                 first_column += num_columns

@@ -173,11 +173,9 @@ def separate_statistics_updates(graph: Any) -> None:
             for old, index in zip(olds, (1, 0), strict=True):
                 statistic = graph.call_function(operator.getitem, (var_and_mean, index))
                 mean = graph.call_function(ops.mean.dim, (statistic, [0]))
-                old_term, new_term = (
-                    graph.call_function(ops.mul.Tensor, (value, share))
-                    for value, share in ((old, 1 - momentum), (mean, momentum))
-                )
-                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (old_term, new_term))))
+                factors = (old, 1 - momentum), (mean, momentum)
+                terms = tuple(graph.call_function(ops.mul.Tensor, pair) for pair in factors)
+                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, terms)))
         node.args = (*node.args[:3], None, None, *node.args[5:])
 
 

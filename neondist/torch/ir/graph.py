@@ -245,14 +245,15 @@ class TorchGraph:
 
     def __post_init__(self) -> None:
         """Drop steps whose values are never read, and determine which memory can be freed or reused."""
-        needed_ids = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
+        result_ids = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
+        needed_ids = set(result_ids)
         needed_steps: list[Step] = []
         for step in reversed(self.steps):
             if any(out in needed_ids for out in step.outputs):
                 needed_ids.update(step.inputs)
                 needed_steps.append(step)
         self.steps = needed_steps[::-1]
-        seen_ids = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated_tensors.values())
+        seen_ids = set(result_ids)
         for step in reversed(self.steps):
             last_used_ids = [value for value in (*step.inputs, *step.outputs) if value not in seen_ids]
             step.freed_ids = tuple(dict.fromkeys(last_used_ids))
@@ -307,9 +308,10 @@ class TorchGraph:
             steps = list[Step]()
             num_remaining_steps = len(segment.steps)
             while num_remaining_steps:
-                piece = next(subsegments)
-                steps += [self._compile(piece, compiler, functions)] if len(piece.steps) > 1 else piece.steps
-                num_remaining_steps -= len(piece.steps)
+                subsegment = next(subsegments)
+                has_several_steps = len(subsegment.steps) > 1
+                steps += [self._compile(subsegment, compiler, functions)] if has_several_steps else subsegment.steps
+                num_remaining_steps -= len(subsegment.steps)
             compiled_segments.append(segment._replace(steps=steps))
         return compiled_segments
 
@@ -368,11 +370,9 @@ class TorchGraph:
     def _overwrite_unread_values(self) -> None:
         """Make steps overwrite inputs that have no other reader, and find views whose gradient is not shared."""
         readers = Counter(value for step in self.steps for value in step.inputs)
-        own_grads = {step.inputs[0] for step in self.steps if step.op_name in UNSHARED_GRADIENT_OPS and step.inputs}
+        own_grads = {s.inputs[0] for s in self.steps if s.op_name in UNSHARED_GRADIENT_OPS and s.inputs}
         own_results = {
-            step.outputs[0]
-            for step in self.steps
-            if step.op_name in UNSHARED_RESULT_OPS and step.kind in ("local", "norm")
+            s.outputs[0] for s in self.steps if s.op_name in UNSHARED_RESULT_OPS and s.kind in ("local", "norm")
         }
         for at, step in enumerate(self.steps):
             if step.op_name in IN_PLACE_VARIANTS and step.kind == "local" and step.kind_args is None:

@@ -102,8 +102,8 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:
     c_in, c_out = x.shape[1], dy.shape[1]
-    padding_amounts = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
-    tiles = _view_as_winograd_tiles(F.pad(dy, [0, padding_amounts[1], 0, padding_amounts[0]]), dilation)
+    pads = [_round_up_to_winograd_tiles(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
+    tiles = _view_as_winograd_tiles(F.pad(dy, [0, pads[1], 0, pads[0]]), dilation)
     gradient_sum = x.new_zeros(16, c_out, c_in)
     for rows, cells in _transformed_row_batches(x, padding, dilation, tiles.shape, max(c_out, c_in)):
         y = tiles[:, :, rows]

@@ -126,11 +126,11 @@ class PlanBuilder(StepListBuilder):
         for _ in range(2 * len(value.layout) + 2):
             try:
                 return self.reshape_local(value, reshape_layout(value.layout, shape))
-            except UnalignedPartitionError as problem:
-                if problem.required_multiple:
-                    value = self.reshard(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
+            except UnalignedPartitionError as error:
+                if error.required_multiple:
+                    value = self.reshard(value, tuple(_align_bounds(dim, error, self.mesh) for dim in value.layout))
                 else:  # no partition fits: gather the value
-                    dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
+                    dims = [d for d, dim in enumerate(value.layout) if error.atom in dim]
                     value = self.gather(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshape of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
@@ -231,14 +231,14 @@ class PlanBuilder(StepListBuilder):
 
         Along these dimensions, results are partitioned like the first value, unless the same axes partition others.
         """
-        first_layout, dims = values[0].layout, set(dims)
+        dims = set(dims)
         other_dims = self.pointwise_layout(
             [tuple((Atom(1),) if at in dims else dim for at, dim in enumerate(v.layout)) for v in values]
         )
         used_axes = axes_of(other_dims)
         final_layout = tuple(
             whole_if_partitioned_along(dim, used_axes) if at in dims else other_dims[at]
-            for at, dim in enumerate(first_layout)
+            for at, dim in enumerate(values[0].layout)
         )
         resharded = self.reshard_away_from(final_layout, dims)
         layouts = [tuple((Atom(n),) if at in dims else resharded[at] for at, n in enumerate(v.shape)) for v in values]
@@ -261,9 +261,7 @@ class PlanBuilder(StepListBuilder):
             full_dims = [dim for dim in dims if shape_of((dim,))[0] == extent]
             partitioned_dims = [dim for dim in full_dims if axes_of((dim,))]
             partitioned_dims.sort(key=lambda dim: dim != tuple(self.mesh.even_atom(a.extent, a.axis) for a in dim))
-            chosen_dim = next((dim for dim in partitioned_dims if not axes_of((dim,)) & used_axes), None)
-            if chosen_dim is None:
-                chosen_dim = (Atom(extent),)
+            chosen_dim = next((dim for dim in partitioned_dims if not axes_of((dim,)) & used_axes), (Atom(extent),))
             used_axes |= axes_of((chosen_dim,))
             common_dims.append(chosen_dim)
         return tuple(common_dims)
@@ -290,7 +288,7 @@ def _has_same_atoms(dim: Dim, target: Dim) -> bool:
 
 
 def _align_bounds(dim: Dim, error: UnalignedPartitionError, mesh: Mesh) -> Dim:
-    """Return the dimension with the bounds of the problem's atom at multiples of `problem.required_multiple`."""
+    """Return the dimension with the bounds of the error's atom at multiples of `error.required_multiple`."""
     atoms = []
     for atom in dim:
         if atom == error.atom:

@@ -53,7 +53,7 @@ class PlanCosts:
     def costs_of_steps(self, names: Collection[str]) -> TrainingCosts:
         """Return the total costs of the steps with these names."""
         names = set(names)
-        traffic = {account: count for account, count in self.traffic.items() if account[1] in names and count.any()}
+        traffic = {key: count for key, count in self.traffic.items() if key[1] in names and count.any()}
         sent_bytes = sum((count for (kind, _, _), count in traffic.items() if kind != "sum"), np.zeros(1, int))
         max_summed_bytes = sum((count for (kind, _, _), count in traffic.items() if kind == "sum"), np.zeros(1, int))
         parameters = [value for value, name in self._first_reader_by_parameter.items() if name in names]
@@ -95,16 +95,14 @@ class PlanCosts:
 
     def memory_traffic(self) -> int:
         """Return the bytes that this rank's steps read and write: inputs once per pass, outputs and gradients once."""
+        requiring_grad = self.backward.values_requiring_grad
         num_bytes = 0
         for step in self.plan.steps:
             inputs, outputs = ([self.plan.values[v] for v in ids] for ids in (step.inputs, step.outputs))
-            backward = any(value.id in self.backward.values_requiring_grad for value in inputs)
+            has_backward = any(value.id in requiring_grad for value in inputs)
             if step.kind not in IDENTITY_STEPS:
-                num_bytes += sum(
-                    value.nbytes * (1 + backward + (value.id in self.backward.values_requiring_grad))
-                    for value in inputs
-                )
-                num_bytes += sum(value.nbytes * (1 + backward) for value in outputs)
+                num_bytes += sum(value.nbytes * (1 + has_backward + (value.id in requiring_grad)) for value in inputs)
+                num_bytes += sum(value.nbytes * (1 + has_backward) for value in outputs)
         return num_bytes
 
     def _output_bytes(self, steps: Iterable[Step]) -> np.ndarray:
@@ -161,9 +159,7 @@ def module_paths(names: Sequence[str], max_paths: int) -> dict[str, str]:
 
 def last_output_shape(plan: TorchPlan, names: Collection[str]) -> Shape | None:
     """Return the global shape of the last result of these steps that is used elsewhere; None if there is none."""
-    outputs = [
-        out for step in plan.steps if step.name in names and step.kind not in IDENTITY_STEPS for out in step.outputs
-    ]
+    outputs = [out for s in plan.steps if s.name in names and s.kind not in IDENTITY_STEPS for out in s.outputs]
     read_ids = {value for step in plan.steps if step.name not in names for value in step.inputs}
     read_ids.update(out for out in plan.outputs if isinstance(out, int))
     values = [plan.values[out] for out in outputs if out in read_ids and plan.values[out].layout_or_none is not None]

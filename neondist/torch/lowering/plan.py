@@ -35,12 +35,12 @@ class TorchPlan(TorchGraph):
         values, steps = list(self.values), list[Step]()
         for step in self.steps:
             float_inputs = [value for value in step.inputs if values[value].dtype.is_floating_point]
-            slice_end = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
+            num_cast = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
             is_product = step.kind == "local" and any(name in step.op_name for name in PRODUCT_OPS)
             if is_product:
                 step = replace(step, run=partial(_run_product_in_dtype, dtype, step.run))
-            if is_product or (float_inputs and all(values[value].dtype == dtype for value in float_inputs[:slice_end])):
-                for value in step.outputs[:slice_end]:
+            if is_product or (float_inputs and all(values[value].dtype == dtype for value in float_inputs[:num_cast])):
+                for value in step.outputs[:num_cast]:
                     if values[value].dtype == torch.float32:
                         values[value] = replace(values[value], dtype=dtype)
             steps.append(step)

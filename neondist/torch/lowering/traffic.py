@@ -125,14 +125,15 @@ class _TrafficCounter:
         """Return the bytes that each rank sends in a step's transfer; for border schemes the mean over many steps."""
         transfer, value = step.transfer, self.plan.values[step.inputs[0]]
         assert transfer is not None
+        size = value.dtype.itemsize
         sent_dims = {request.dim for request in transfer.requests}
-        extent = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in sent_dims))
+        extents = self.ranks.extent_products(value, (dim for dim in range(len(value.local)) if dim not in sent_dims))
         if step.scheme is None and transfer.is_separable:
-            return self.ranks.sent_and_received_cells(transfer)[direction == "backward"] * extent * value.dtype.itemsize
-        sent_bytes, size = [], value.dtype.itemsize
-        for rank, count in zip(self.ranks.ranks.tolist(), extent.tolist(), strict=True):
+            return self.ranks.sent_and_received_cells(transfer)[direction == "backward"] * extents * size
+        sent_bytes = list[int]()
+        for rank, extent in zip(self.ranks.ranks.tolist(), extents.tolist(), strict=True):
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
-            counts = [piece.source.size * count for piece in pieces if piece.peer != rank]
+            counts = [piece.source.size * extent for piece in pieces if piece.peer != rank]
             if step.scheme is not None:
                 size = 4 if value.dtype == torch.bfloat16 else size  # NumPy has no bfloat16, so it is sent as float32
                 sent_bytes.append(round(step.scheme.mean_bytes(counts, size, direction)))

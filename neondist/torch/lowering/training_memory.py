@@ -151,17 +151,18 @@ class _Lifetimes:
         for out in self.plan.outputs:
             if isinstance(out, int) and out in owners:
                 ends[owners[out]] = max(ends[owners[out]], len(self.steps))
-        for begin, end in ((starts, ends), (second_starts, second_ends)):
-            for value, until in end.items():
-                if value in begin:  # otherwise, the memory is an input's
-                    self._add_lifetime(value, begin[value], until)
+        for first_times, last_times in ((starts, ends), (second_starts, second_ends)):
+            for value, last_time in last_times.items():
+                if value in first_times:  # otherwise, the memory is an input's
+                    self._add_lifetime(value, first_times[value], last_time)
 
     def _owners(self) -> dict[int, int]:
         """Return, for each result, the value whose memory it uses."""
         owners = dict[int, int]()
         for _, step, saved in self.steps:
             for out in step.outputs:
-                owners[out] = owners.get(saved.aliases.get(out, out), saved.aliases.get(out, out))
+                source = saved.aliases.get(out, out)
+                owners[out] = owners.get(source, source)
         return owners
 
     def _values_kept_as_views(self, owners: Mapping[int, int]) -> dict[int, tuple[int, int]]:

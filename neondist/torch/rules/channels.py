@@ -56,10 +56,10 @@ def partition_channel_operands(
     if groups == 1:
         x, channels = lowering.gather(x, [1]), tiled_dim
     else:
-        input_channels = merge_atoms((*tiled_dim, Atom(in_channels)))
-        if not lowering.is_whole(x, 1) and x.layout[1] != input_channels:
+        input_dim = merge_atoms((*tiled_dim, Atom(in_channels)))
+        if not lowering.is_whole(x, 1) and x.layout[1] != input_dim:
             x = lowering.gather(x, [1])
-        x = lowering.partition_as(x, replace_dim(x.layout, 1, *input_channels))
+        x = lowering.partition_as(x, replace_dim(x.layout, 1, *input_dim))
         channels = merge_atoms((*tiled_dim, Atom(out_channels // groups)))
     weight = lowering.partition_as(weight, replace_dim(replicated(weight.shape), 0, *channels))
     return ChannelOperands(x, weight, None if bias is None else lowering.partition_as(bias, (channels,)), channels)

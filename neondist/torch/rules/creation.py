@@ -31,5 +31,5 @@ def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object
 
 
 @rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", applies_if_replicated=True)
-def drop_assertion(lowering: Lowering, *_: object, **more: object) -> None:
+def drop_assertion(lowering: Lowering, *_: object, **options: object) -> None:
     """Drop the assertion: shapes and dtypes are known."""

@@ -141,9 +141,8 @@ def scatter(
     if src is not None:
         src = _crop_other_dims(lowering, src, -1, index.shape)
     unequal_dims = [at for at, n in enumerate(index.shape) if n != x.shape[at]]
-    (x, *other_args), final_layout = lowering.co_align(
-        [v for v in (x, index, src) if v is not None], {dim, *unequal_dims}
-    )
+    tensors = [v for v in (x, index, src) if v is not None]
+    (x, *other_args), final_layout = lowering.co_align(tensors, {dim, *unequal_dims})
     target = partial(lowering.target, **options)
 
     def run(a: torch.Tensor, i: torch.Tensor, s: torch.Tensor | float | None = value) -> torch.Tensor:

@@ -226,15 +226,14 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
     other_dims = lowering.pointwise_layout([replace_dim(t.layout, dim, Atom(1)) for t in tensors])
     extent = sum(t.shape[dim] for t in tensors)
+    run = lambda *ts: torch.cat(ts, dim)  # noqa: E731
     dtype = lowering.fake_out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
         axes = axes_of(other_dims)
         aligned = [
             lowering.align_for_broadcast(t, replace_dim(other_dims, dim, Atom(t.shape[dim])), axes) for t in tensors
         ]
-        return lowering.local(
-            lambda *ts: torch.cat(ts, dim), aligned, replace_dim(other_dims, dim, Atom(extent)), dtype
-        )
+        return lowering.local(run, aligned, replace_dim(other_dims, dim, Atom(extent)), dtype)
     tensors = [_gather_if_axis_reused(lowering, t, dim, other_dims) for t in tensors]
     axis = next((lowering.axis_of(t, dim) for t in tensors if not lowering.is_whole(t, dim)), None)
     out_atom = lowering.mesh.even_atom(extent, axis)
@@ -245,7 +244,7 @@ def cat(lowering: Lowering, tensors: Sequence[Value], dim: int = 0) -> Value:
         reach = Reach(out_atom, Window(1, padding=((first, extent - first - n),)))
         views.append(lowering.view(repartitioned, {dim: reach}, axes_of((*other_dims, (out_atom,)))))
         first += n
-    return lowering.local(lambda *ts: torch.cat(ts, dim), views, replace_dim(other_dims, dim, out_atom), dtype)
+    return lowering.local(run, views, replace_dim(other_dims, dim, out_atom), dtype)
 
 
 def _gather_if_axis_reused(lowering: Lowering, value: Value, dim: int, other_dims: Layout) -> Value:

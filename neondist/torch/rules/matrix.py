@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 import torch
 
 from ..ir.graph import Value
-from ..ir.layout import Layout, axes_of, replicated, shape_of, whole_if_partitioned_along
+from ..ir.layout import Atom, Layout, axes_of, replicated, shape_of, whole_if_partitioned_along
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering
 
@@ -94,10 +94,8 @@ def diagonal(lowering: Lowering, x: Value, offset: int = 0, dim1: int = 0, dim2:
     """Gather the two dimensions."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
     (x,), final_layout = lowering.co_align([x], dims)
-    diagonal_dim = replicated(lowering.fake_out.shape[-1:])
-    layout, result_layout = (
-        (*(dim for at, dim in enumerate(old) if at not in dims), *diagonal_dim) for old in (x.layout, final_layout)
-    )
+    extent = lowering.fake_out.shape[-1]
+    layout, result_layout = (_diagonal_layout(old, dims, extent) for old in (x.layout, final_layout))
     run = lambda a: a.diagonal(offset, dim1, dim2)  # noqa: E731
     return lowering.partition_as(lowering.local(run, [x], layout), result_layout)
 
@@ -107,7 +105,7 @@ def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, 
     """Gather the two dimensions, and partition them again afterwards."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
     (x,), final_layout = lowering.co_align([x], dims)
-    src_layout = (*(dim for at, dim in enumerate(x.layout) if at not in dims), *replicated(src.shape[-1:]))
+    src_layout = _diagonal_layout(x.layout, dims, src.shape[-1])
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         copy = a.clone()
@@ -116,6 +114,11 @@ def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, 
 
     args = [x, lowering.gather_as(src, src_layout, axes_of(src_layout))]
     return lowering.partition_as(lowering.local(run, args, x.layout), final_layout)
+
+
+def _diagonal_layout(layout: Layout, dims: Collection[int], extent: int) -> Layout:
+    """Return the layout of the diagonals along two whole dimensions, which become one dimension, the last."""
+    return (*(dim for at, dim in enumerate(layout) if at not in dims), (Atom(extent),))
 
 
 @rule("aten.diag_embed.default")

@@ -44,11 +44,11 @@ def max_pool(
 
     def global_indices(first_cell: Sequence[int], a: torch.Tensor) -> torch.Tensor:
         _, index = run(a.detach(), *pool_args, return_indices=True)
-        flat_index, stride = torch.zeros_like(index), 1
+        flat_index, size = torch.zeros_like(index), 1
         for dim in reversed(range(n)):
             pos, step = index % a.shape[dim - n] + first_cell[dim], window.dilation[dim]
             pos = pos + (step - 1 - pos).clamp(min=0) // step * step  # before the image only where all cells are -inf
-            flat_index, index, stride = flat_index + pos * stride, index // a.shape[dim - n], stride * extents[dim]
+            flat_index, index, size = flat_index + pos * size, index // a.shape[dim - n], size * extents[dim]
         return flat_index
 
     return maxima, lowering.local(global_indices, [view], layout, torch.int64, at=first_cells)

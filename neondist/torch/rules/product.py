@@ -35,9 +35,9 @@ def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = Non
 @rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
     """Gather the features of both inputs, and compute locally."""
-    left, right = (lowering.gather(value, [-1]) for value in (input1, input2))
-    other_dims = lowering.pointwise_layout([left.layout[:-1], right.layout[:-1]])
-    args = [lowering.partition_as(value, (*other_dims, value.layout[-1])) for value in (left, right)]
+    inputs = [lowering.gather(value, [-1]) for value in (input1, input2)]
+    other_dims = lowering.pointwise_layout([value.layout[:-1] for value in inputs])
+    args = [lowering.partition_as(value, (*other_dims, value.layout[-1])) for value in inputs]
     layout = (*other_dims, (Atom(weight.shape[0]),))
     return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.fake_out.dtype)
 
@@ -45,11 +45,11 @@ def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bi
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(lowering: Lowering, x1: Value, x2: Value, **other_args: object) -> Value:
     """Gather the rows of the second argument. Not decomposed: decompositions have NaN gradients at distance 0."""
-    a, b = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
-    batch = lowering.pointwise_layout([a.layout[:-2], b.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
-    layout = (*batch, a.layout[-2], (Atom(b.shape[-2]),))
-    left = lowering.gather_as(a, (*batch, *a.layout[-2:]), axes_of(layout))
-    right = lowering.gather_as(b, (*batch, (Atom(b.shape[-2]),), b.layout[-1]), axes_of(layout))
+    x1, x2 = lowering.gather(x1, [-1]), lowering.gather(x2, [-1])
+    batch = lowering.pointwise_layout([x1.layout[:-2], x2.layout[:-2]]) if len(lowering.fake_out.shape) > 2 else ()
+    layout = (*batch, x1.layout[-2], (Atom(x2.shape[-2]),))
+    left = lowering.gather_as(x1, (*batch, *x1.layout[-2:]), axes_of(layout))
+    right = lowering.gather_as(x2, (*batch, (Atom(x2.shape[-2]),), x2.layout[-1]), axes_of(layout))
     target, options = lowering.target, list(other_args.values())
     return lowering.local(lambda a, b: target(a, b, *options), [left, right], layout, lowering.fake_out.dtype)
 

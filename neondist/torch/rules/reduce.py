@@ -274,17 +274,18 @@ def product(
     if x.dtype != out_dtype:
         x = lowering.local(lambda a: a.to(out_dtype), [x], x.layout, out_dtype)
     axes = sorted(axes_of_dims(x, dims))
-    parts_by_axis = [lowering.mesh.parts[axis] for axis in axes]
+    parts = [lowering.mesh.parts[axis] for axis in axes]
+    num_parts = prod(parts)
 
     def part_number(place: Any) -> int:
-        return index_of(parts_by_axis, [place[axis] for axis in axes])
+        return index_of(parts, [place[axis] for axis in axes])
 
     def products_by_part(part: int, a: torch.Tensor) -> torch.Tensor:
         """Return this part's product in its element of a new last dimension."""
         a = a.detach()
         for d in dims:
             a = a.prod(d, keepdim=True)
-        return a.unsqueeze(-1).where(torch.arange(prod(parts_by_axis), device=a.device) == part, 0)
+        return a.unsqueeze(-1).where(torch.arange(num_parts, device=a.device) == part, 0)
 
     def derivative(part: int, a: torch.Tensor, products: torch.Tensor, num_zeros: torch.Tensor) -> torch.Tensor:
         """Return the product divided by each element, or, if there are zeros, the product of the other elements."""
@@ -293,10 +294,8 @@ def product(
             products_of_others = products_of_others.where(num_zeros < 2, 0)
         return products_of_others.where(num_zeros > 0, products.prod(-1) / a)
 
-    layout = layout_after_reduction(x, dims, True)
-    products = lowering.allreduce_local_result(
-        products_by_part, [x], axes, (*layout, (Atom(prod(parts_by_axis)),)), out_dtype, at=part_number
-    )
+    layout = (*layout_after_reduction(x, dims, True), (Atom(num_parts),))
+    products = lowering.allreduce_local_result(products_by_part, [x], axes, layout, out_dtype, at=part_number)
     num_zeros = lowering.allreduce_local_result(lambda a: (a == 0).sum(), [x], x.axes, (), torch.int64)
     lowering.mark_constants([products, num_zeros], [False, False])
     operands = [lowering.sum_gradient(value, x.axes) for value in (products, num_zeros)]
@@ -319,13 +318,13 @@ def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 @rule("aten.renorm.default")
 def renorm(lowering: Lowering, x: Value, p: float, dim: int, maxnorm: float) -> Value:
     """Decompose for slices whose norm exceeds maxnorm only; for others, the decomposition's gradient may be NaN."""
-    decomposed = decomposition_table[torch.ops.aten.renorm.default]
-    dims = set(range(len(x.shape))) - {dim % len(x.shape)}
+    decomposition = decomposition_table[torch.ops.aten.renorm.default]
+    other_dims = [d for d in range(len(x.shape)) if d != dim % len(x.shape)]
 
     def run(a: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(a.dtype, torch.float32)
-        is_long = torch.linalg.vector_norm(a.detach(), p, sorted(dims), keepdim=True, dtype=dtype) > maxnorm
-        return torch.where(is_long, decomposed(a.where(is_long, 0), p, dim, maxnorm), a)
+        is_larger = torch.linalg.vector_norm(a.detach(), p, other_dims, keepdim=True, dtype=dtype) > maxnorm
+        return torch.where(is_larger, decomposition(a.where(is_larger, 0), p, dim, maxnorm), a)
 
     return lowering.trace_and_lower([x], run)
 

@@ -21,7 +21,7 @@ from .window import spatial_ndim
 
 
 class Taps(NamedTuple):
-    """Cells that contribute to each result, and their weights (None: 1), both of shape (results, taps)."""
+    """Indices of the cells that contribute to each result, and weights (None: 1), both of shape (results, taps)."""
 
     indices: torch.Tensor
     weights: torch.Tensor | None
@@ -29,8 +29,8 @@ class Taps(NamedTuple):
     @property
     def window(self) -> IndexMap:
         """The cells that contribute to the results, by their indices."""
-        cells = self.indices.tolist()
-        return IndexMap(lambda lo, hi: chain(*cells[lo:hi]))
+        indices = self.indices.tolist()
+        return IndexMap(lambda lo, hi: chain(*indices[lo:hi]))
 
 
 def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by_dim: dict[int, int | None]) -> Value:
@@ -42,15 +42,15 @@ def resample(lowering: Lowering, x: Value, taps_by_dim: dict[int, Taps], axis_by
     input_atoms = {dim: lowering.single_atom(x, dim) for dim in taps_by_dim}
 
     def local_taps(place: Place) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        taps = []
-        for dim, tap in taps_by_dim.items():
+        own_taps = []
+        for dim, (indices, weights) in taps_by_dim.items():
             lo, hi = reaches[dim].out_partition.range(place)
-            index = tap.indices[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
-            taps.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
-        return taps
+            index = indices[lo:hi] - reaches[dim].first_index(input_atoms[dim], place)
+            own_taps.append((dim, index, None if weights is None else weights[lo:hi]))
+        return own_taps
 
-    def run(taps: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], a: torch.Tensor) -> torch.Tensor:
-        for dim, index, weights in taps:
+    def run(own_taps: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], a: torch.Tensor) -> torch.Tensor:
+        for dim, index, weights in own_taps:
             if weights is None:
                 a = a.index_select(dim, index[:, 0].to(a.device))
                 continue
@@ -261,9 +261,9 @@ def _local_cells_of_bins(bins: Sequence[range], first_cell: int, end_cell: int) 
     """Return each bin's local indices of the cells [first_cell, end_cell), padded with their number, and bin sizes."""
     num_cells, max_bin_size = max(0, end_cell - first_cell), max(map(len, bins), default=0)
     local_indices = torch.full((len(bins), max_bin_size), num_cells)
-    for cells, own in zip(bins, local_indices, strict=True):
-        own_indices = torch.tensor([at - first_cell for at in cells if first_cell <= at < end_cell], dtype=torch.int64)
-        own[: len(own_indices)] = own_indices
+    for cells, row in zip(bins, local_indices, strict=True):
+        indices = torch.tensor([at - first_cell for at in cells if first_cell <= at < end_cell], dtype=torch.int64)
+        row[: len(indices)] = indices
     return local_indices, torch.tensor([len(cells) for cells in bins], dtype=torch.float64)
 
 

@@ -77,13 +77,13 @@ def meshgrid(lowering: Lowering, tensors: Sequence[Value], indexing: str = "ij")
 def expand(lowering: Lowering, x: Value, **_: object) -> Value:
     """Repeat dimensions of size 1 locally, without partitioning them."""
     shape = lowering.fake_out.shape
-    n_new = len(shape) - len(x.shape)
-    repeated = [dim for dim, n in enumerate(x.shape) if n != shape[n_new + dim]]
+    num_new = len(shape) - len(x.shape)
+    repeated = [dim for dim, n in enumerate(x.shape) if n != shape[num_new + dim]]
     x = lowering.gather(x, repeated)
-    old_layout = ((Atom(1),),) * n_new + x.layout
+    old_layout = ((Atom(1),),) * num_new + x.layout
     dims_and_extents = enumerate(zip(old_layout, shape, strict=True))
-    layout = tuple((Atom(n),) if at - n_new in repeated or at < n_new else dim for at, (dim, n) in dims_and_extents)
-    return lowering.local(lambda here, a: a.expand(here), [x], layout, at=partial(local_shape, layout))
+    layout = tuple((Atom(n),) if at - num_new in repeated or at < num_new else dim for at, (dim, n) in dims_and_extents)
+    return lowering.local(lambda own_shape, a: a.expand(own_shape), [x], layout, at=partial(local_shape, layout))
 
 
 @rule("aten.repeat.default")

@@ -179,11 +179,11 @@ def conv_transpose(
     run = _zeros_instead_of_stride(run) if max(window.stride) > prod(window.kernel) == 1 else run
     layout = image_layout(x, weight.shape[1] * groups, atoms)
 
-    def convolve(crops: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        if all(full for *_, full in crops.crops):
-            y = _crop_results(run(a, w, None, *conv_args), crops.crops)
+    def convolve(own_crops: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        if all(full for *_, full in own_crops.crops):
+            y = _crop_results(run(a, w, None, *conv_args), own_crops.crops)
         else:  # no input contributes to these results
-            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(crops.shape)
+            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(own_crops.shape)
         return y if b is None else y + b.view(-1, *[1] * n)
 
     args = [view, weight, bias]
@@ -211,10 +211,10 @@ def _transposed_window_view(
     x = lowering.gather_into_single_atoms(x, range(first_dim, len(x.shape)))
     for axis, extent in enumerate(extents):
         source_atom, (pad, _) = lowering.single_atom(x, first_dim + axis), window.padding[axis]
-        out = lowering.mesh.even_atom(extent, source_atom.axis)
-        atoms.append(out)
-        reaches[first_dim + axis] = Reach(out, gradient_window.axis_window(axis))
-        remaining_padding.append(pad if out.axis is None else 0)
+        out_atom = lowering.mesh.even_atom(extent, source_atom.axis)
+        atoms.append(out_atom)
+        reaches[first_dim + axis] = Reach(out_atom, gradient_window.axis_window(axis))
+        remaining_padding.append(pad if out_atom.axis is None else 0)
 
     def local_crops(layout: Layout, place: Place) -> _LocalCrops:
         crops = []
