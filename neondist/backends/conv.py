@@ -70,19 +70,18 @@ class ConvolutionKernels:
         The result of one GEMM per kernel cell is added to the cells that this kernel cell reads: measured as 1.2 to 2.4
         times faster than one GEMM whose columns are scattered afterwards.
         """
-        kernel, inner = weights.shape[:-2], weights.shape[-2]
-        dx = self.xp.zeros((len(dy), *extent, inner * groups), dy.dtype)
-        weights_by_group = (
-            _weights_by_group(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
-        )
-        elements_per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
+        kernel, in_channels = weights.shape[:-2], weights.shape[-2]
+        dx = self.xp.zeros((len(dy), *extent, in_channels * groups), dy.dtype)
+        weights_by_cell = _weights_by_group(weights, groups).reshape(groups, prod(kernel), in_channels, -1)
+        weights_by_cell = weights_by_cell.transpose(1, 0, 3, 2).copy()
+        elements_per_row = prod(dy.shape[2:-1]) * max(in_channels * groups, dy.shape[-1])
         span = dilation[0] * (kernel[0] - 1) + 1
         for samples, rows in split_into_blocks(len(dy), dy.shape[1:-1], elements_per_row, self.block_elements):
-            part = dy[samples, rows]
-            dy_by_group = _split_groups(part, groups)
+            dy_block = dy[samples, rows]
+            dy_by_group, product_shape = _split_groups(dy_block, groups), (*dy_block.shape[:-1], in_channels * groups)
             dx_rows = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
-            for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, part.shape[1:-1])):
-                dx_rows[cells] += _join_groups(dy_by_group @ weights_by_group[at], (*part.shape[:-1], inner * groups))
+            for at, (_, cells) in enumerate(window_cells(kernel, stride, dilation, dy_block.shape[1:-1])):
+                dx_rows[cells] += _join_groups(dy_by_group @ weights_by_cell[at], product_shape)
         return crop_borders(dx, crop)
 
     def locally_connected_forward(self, x: Any, weights: Any, stride: Ints) -> Any:

@@ -63,19 +63,19 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
 
 def add_gradients_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     """Add the gradients of cells filled by `fill_locally` to the cells of this tile from which they were copied."""
-    own = plan.own
-    if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
+    own_box = plan.own
+    if own_box.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return
     for piece in plan.receives:
         cells = gradient[index(piece.target)]
-        for axis, sources in enumerate(_source_indices(piece.target, own, mode), start=1):
+        for axis, sources in enumerate(_source_indices(piece.target, own_box, mode), start=1):
             leading_slices, folded_shape = (slice(None),) * axis, list(cells.shape)
-            folded_shape[axis] = own.shape[axis - 1]
+            folded_shape[axis] = own_box.shape[axis - 1]
             folded = namespace(cells).zeros(folded_shape, cells.dtype)
             for at, source in enumerate(sources):
                 folded[(*leading_slices, source)] += cells[(*leading_slices, at)]
             cells = folded
-        gradient[index(own)] += cells
+        gradient[index(own_box)] += cells
 
 
 def _source_indices(target: Lattice, own: Box, mode: str) -> list[list[int]]:

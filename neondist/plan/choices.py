@@ -142,25 +142,24 @@ class _SegmentSearch:
         begin, end = self.halo_layers[first], self.halo_layers[last] + 1
         segment, needs_dx, options = self.links[begin:end], self._needs_input_gradient(begin), []
         if first == last:
-            alone = layers_with_regions(segment, self.grid, is_single=True)
-            options.append(("halo", overhead_seconds(self.profile, alone, self.grid, needs_dx)))
+            single_layer = layers_with_regions(segment, self.grid, is_single=True)
+            options.append(("halo", overhead_seconds(self.profile, single_layer, self.grid, needs_dx)))
             if needs_dx:
-                options.append(("halo(backward=gather)", [halo_seconds_if_gathered(self.profile, alone[0], self.grid)]))
+                seconds = halo_seconds_if_gathered(self.profile, single_layer[0], self.grid)
+                options.append(("halo(backward=gather)", [seconds]))
         elif all(self.can_join_segment[begin:end]):
-            costs = overhead_seconds(
-                self.profile, layers_with_regions(segment, self.grid, extends_input=False), self.grid, needs_dx
-            )
+            layers = layers_with_regions(segment, self.grid, extends_input=False)
+            costs = overhead_seconds(self.profile, layers, self.grid, needs_dx)
             options.append(
                 (f"deep_halo(layers={last - first + 1})", self._costs_per_halo_layer(costs, begin, first, last))
             )
         if self.reads_image and first == 0 and all(self.can_join_segment[:end]):
-            wide = self.links[:end]
+            leading_links = self.links[:end]
             scheme = "overlap_tile" + "(statistics=global)" * any(
-                node.leaves[0].reduces_over_image(shape) for node, shape in wide
+                node.leaves[0].reduces_over_image(shape) for node, shape in leading_links
             )
-            costs = overhead_seconds(
-                self.profile, layers_with_regions(wide, self.grid, extends_input=True), self.grid, needs_dx
-            )
+            layers = layers_with_regions(leading_links, self.grid, extends_input=True)
+            costs = overhead_seconds(self.profile, layers, self.grid, needs_dx)
             options.append((scheme, self._costs_per_halo_layer(costs, 0, first, last)))
         return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 

@@ -191,13 +191,13 @@ def _find_fastest_stream_plan(
 
 def _can_run_nodes_in_strips(graph: Graph, num_nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
     """Return whether the first nodes can run in strips without dividing a segment of `find_regions`."""
-    steps, value = graph.node_ends[num_nodes]
-    if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _can_run_step_in_strips(step, graph, grid, is_last=step.output_value == value)
-        for step in graph.steps[:steps]
-    ):
+    num_steps, value = graph.node_ends[num_nodes]
+    steps, later_steps = graph.steps[:num_steps], graph.steps[num_steps:]
+    if all(step.layer is None for step in steps):
         return False
-    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in graph.steps[steps:])
+    if not all(_can_run_step_in_strips(step, graph, grid, is_last=step.output_value == value) for step in steps):
+        return False
+    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in later_steps)
 
 
 def _can_run_step_in_strips(step: Step, graph: Graph, grid: GridShape, is_last: bool) -> bool:

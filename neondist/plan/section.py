@@ -271,10 +271,7 @@ def _merge_steps(graph: Graph, segment_by_first_step: dict[int, Segment], inner_
         shapes[len(steps)] = graph.shapes[step.output_value]
         new_values[step.output_value] = len(steps)
         step_counts[at + 1] = len(steps)
-    node_ends = [
-        INSIDE_SEGMENT if done in inner_steps else (step_counts[done], new_values[value])
-        for done, value in graph.node_ends
-    ]
+    node_ends = [INSIDE_SEGMENT if n in inner_steps else (step_counts[n], new_values[v]) for n, v in graph.node_ends]
     return Graph(steps, shapes, node_ends)
 
 

@@ -66,9 +66,8 @@ def _chain_segments(links: Chain, grid: GridShape, samples: int | None, is_first
             raise _scheme_error(layer, _FIRST_LAYERS_ONLY_MESSAGE)
         profile = fusion.planner_profile(grid.size, samples)
         if profile is not None:
-            yield from _divide_into_segments(
-                profile, links[begin : end + 1], grid, needs_dx=not is_first_chain or begin > 0
-            )
+            needs_dx = not is_first_chain or begin > 0
+            yield from _divide_into_segments(profile, links[begin : end + 1], grid, needs_dx)
         elif wide or end > begin:
             yield links[0 if wide else begin : end + 1]
         begin = end + 1
