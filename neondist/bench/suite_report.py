@@ -132,8 +132,8 @@ def _roofline_sections(row: Results) -> list[str]:
     if "machine" not in row:
         return []
     machine = row["machine"]
-    flops, bytes_moved = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
-    head = f"### {row['network']}\n\nLimits: {flops:.0f} Gflop/s in matrix products, {bytes_moved:.1f} GB/s in copies."
+    flops, bandwidth = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
+    head = f"### {row['network']}\n\nLimits: {flops:.0f} Gflop/s in matrix products, {bandwidth:.1f} GB/s in copies."
     heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "% of limit"]
     rows = []
     for layer in row["layers"]:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the commands."""
     data_parser = commands.add_parser("data", help="download MNIST, convert images to HDF5, or write records")
-    subcommands = data_parser.add_subparsers(required=True, metavar="WHAT")
+    subparsers = data_parser.add_subparsers(required=True, metavar="WHAT")
 
-    cmd = subcommands.add_parser("mnist", help="download the MNIST files")
+    cmd = subparsers.add_parser("mnist", help="download the MNIST files")
     cmd.add_argument("--to", type=options.parse_path, metavar="DIR", required=True, help="output folder")
     cmd.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
     cmd.set_defaults(command=download)
 
-    cmd = subcommands.add_parser(
+    cmd = subparsers.add_parser(
         "convert", help="convert images to an HDF5 file, from which each rank reads its tile", allow_abbrev=False
     )
     cmd.add_argument(
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
     cmd.set_defaults(command=convert)
 
-    cmd = subcommands.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
+    cmd = subparsers.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
     cmd.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
     cmd.add_argument(
         "--role",

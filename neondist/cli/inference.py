@@ -241,8 +241,8 @@ def _evaluate_new_checkpoints(arguments: argparse.Namespace) -> int:
         from ..session import follow_checkpoints
         from ..session.checkpoint_follower import EVALUATION_FOLDER, METRICS_FILE
 
-        poll_and_max_seconds = arguments.every or DEFAULT_CHECKPOINT_POLL_SECONDS, arguments.max_time
-        follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *poll_and_max_seconds)
+        poll_seconds = arguments.every or DEFAULT_CHECKPOINT_POLL_SECONDS
+        follow_checkpoints(experiment, arguments.follow, grid, arguments.output, poll_seconds, arguments.max_time)
         if grid.rank == 0:
             folder = Path(arguments.output or Path(arguments.follow, EVALUATION_FOLDER))
             options.print_written([folder / METRICS_FILE], sys.stderr)

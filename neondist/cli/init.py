@@ -87,14 +87,15 @@ def _folder_yaml(folder: Path) -> str:
     ]
     if pairs:
         pair = next((pair for pair in pairs if all(map(_find_images, pair))), pairs[0])
-        folders_and_patterns = []
+        locations = []
         for sub in pair:
-            if (place := _find_images(sub)) is None:
+            if (location := _find_images(sub)) is None:
                 raise DataError(f"{sub}: has no images, but {pair[0].name}/ and {pair[1].name}/ both need some")
-            if others := [other.name for other in sorted(sub.iterdir()) if place[0] not in (sub, other)]:
-                emit(f"only {place[0]} is used, not {', '.join(others[:9])}; to use others, set `validation` or `test`")
-            folders_and_patterns.append(place)
-        return _segmentation_yaml(*(_image_pattern(*place) for place in folders_and_patterns))
+            if others := [other.name for other in sorted(sub.iterdir()) if location[0] not in (sub, other)]:
+                others_text = ", ".join(others[:9])
+                emit(f"only {location[0]} is used, not {others_text}; to use others, set `validation` or `test`")
+            locations.append(location)
+        return _segmentation_yaml(*(_image_pattern(*location) for location in locations))
     if patterns := _image_and_mask_patterns_of_cases(folder) or _image_and_mask_patterns_by_name(folder):
         return _segmentation_yaml(*patterns)
     return _classification_yaml(folder)
@@ -267,7 +268,7 @@ def _image_and_mask_patterns_by_name(folder: Path) -> list[str]:
         if all(stems) and image_names and all(any(name.startswith(stem) for name in image_names) for stem in stems):
             suffixes = {".nii.gz" if name.endswith(".nii.gz") else Path(name).suffix for name in image_names}
             name_ends = suffixes.pop() if len(suffixes) == 1 else ".*", end
-            return [str(Path(escape(str(folder)), f"*{escape(end)}")) for end in name_ends]
+            return [str(Path(escape(str(folder)), f"*{escape(name_end)}")) for name_end in name_ends]
     return []
 
 
@@ -338,7 +339,7 @@ def _segmentation_yaml(image_pattern: str, mask_pattern: str) -> str:
         if void is not None:
             task += f", and {void} for unlabelled cells"
             labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
-    crop, crops_per_image = _choose_crop_size_and_count([Path(mask_folder) for mask_folder in image_names])
+    crop, crops_per_image = _choose_crop_size_and_count([Path(name) for name in image_names])
     items = list_images(image_names, len(crop))
     require_same_format(items, tuple(crop), whole_images=False)
     find_masks(mask_pattern, items, len(crop))

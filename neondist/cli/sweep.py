@@ -203,12 +203,13 @@ def _run_trials(
     """Train all trials, up to `--jobs` at a time, and print their results."""
     from optuna.trial import TrialState
 
-    trials, running_trials, stop_code = _propose_trials(study, arguments.trials, spaces), list[_RunningTrial](), 0
+    combinations = _all_combinations(arguments.trials, spaces)
+    trials = _propose_trials(study, combinations, arguments.trials, spaces)
+    running_trials, stop_code = list[_RunningTrial](), 0
     progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
     finished_trials = [t for t in study.trials if t.state.is_finished()]
     num_repeated = len(finished_trials) - len({str(sorted(t.params.items())) for t in finished_trials})
-    num_combinations = len(_all_combinations(arguments.trials, spaces))
-    num_trials = num_combinations + num_repeated if num_combinations else arguments.trials
+    num_trials = len(combinations) + num_repeated if combinations else arguments.trials
     progress.set_total_parts(num_trials, len(finished_trials))
     while True:
         while len(running_trials) < arguments.jobs and not stop_code and (trial := next(trials, None)) is not None:
@@ -256,7 +257,9 @@ def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]
     return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if is_exhaustive else []
 
 
-def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
+def _propose_trials(
+    study: Study, combinations: list[dict[str, Any]], count: int, spaces: dict[str, Any]
+) -> Iterator[Trial]:
     """Yield trials to run: those that were interrupted in an earlier call, and new ones.
 
     Proposals depend only on earlier results and the trial's number, so a resumed sweep equals an uninterrupted one.
@@ -269,7 +272,6 @@ def _propose_trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterato
             yield Trial(study, trial._trial_id)
         else:  # interrupted while this trial was sampled
             study.tell(trial.number, state=TrialState.FAIL)
-    combinations = _all_combinations(count, spaces)
     for combination in combinations:  # an earlier call with fewer trials may have drawn any of them
         study.enqueue_trial(combination, skip_if_exists=True)
         if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
@@ -285,9 +287,9 @@ def _domain_values(domain: Any) -> Sequence[Any]:
     if hasattr(domain, "choices"):
         return list(domain.choices)
     count = int((domain.high - domain.low) / domain.step + 1.5) if domain.step else 0
-    return (
-        [min(domain.low + at * domain.step, domain.high) for at in range(count)] if count <= _MAX_COMBINATIONS else ()
-    )
+    if count > _MAX_COMBINATIONS:
+        return ()
+    return [min(domain.low + at * domain.step, domain.high) for at in range(count)]
 
 
 def _trial_folder(folder: Path, number: int) -> Path:
@@ -371,10 +373,7 @@ def _report_results(study: Study, folder: Path) -> int:
     ends = [key.rpartition(".")[2] for key in keys]
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     header = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
-    rows = [
-        [t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys)]
-        for t in trials
-    ]  # fmt: skip
+    rows = [[t.number, _describe_result(t, folder), *(t.params.get(key) for key in keys)] for t in trials]
     trial_table = Table(*header)
     for row in rows:
         trial_table.add_row(*map(value_text, row))

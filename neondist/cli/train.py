@@ -140,8 +140,9 @@ def train(arguments: argparse.Namespace) -> int:
 
         with all_or_none(world):
             definition = load_definition(arguments.file, _custom_names(arguments))
-            data_sources = arguments.training_data, arguments.validation_data
-            experiment = create_experiment(definition, arguments, *data_sources, verbose=world.rank == 0)
+            experiment = create_experiment(
+                definition, arguments, arguments.training_data, arguments.validation_data, verbose=world.rank == 0
+            )
             if arguments.sync_policy is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
@@ -309,8 +310,8 @@ def _add_model_command(commands: Any, command: str) -> argparse.ArgumentParser:
 def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("file", type=options.parse_path, metavar="MODEL.py", help="the model-definition file")
     group = cmd.add_argument_group("names of objects in the file")
+    option_names = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
     for name in DEFINABLE_NAMES:
-        option_names = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
         option_name = option_names.get(name, name.replace("_", "-"))
         group.add_argument(
             f"--{option_name}", dest=f"name_{name}", metavar="NAME", help=f"name of the object to use as {name}"

@@ -30,8 +30,8 @@ _README = """\
 def add_parser(commands: Any) -> None:
     """Register the commands."""
     zoo_parser = commands.add_parser("zoo", help="write an example model-definition file")
-    subcommands = zoo_parser.add_subparsers(required=True, metavar="WHAT")
-    cmd = subcommands.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
+    subparsers = zoo_parser.add_subparsers(required=True, metavar="WHAT")
+    cmd = subparsers.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(
         "project",
         type=options.parse_as_path,

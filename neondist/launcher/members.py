@@ -295,7 +295,7 @@ class HostWatcher:
         return self._hosts_changed.is_set()
 
     def _poll(self) -> None:
-        host_pool, num_changes = self._roster.host_pool, 0
+        host_pool, changed_polls = self._roster.host_pool, 0
         assert host_pool is not None
         reported_error = host_pool.refresh_error
         while not self._end.wait(HOST_LIST_POLL_SECONDS):
@@ -303,8 +303,8 @@ class HostWatcher:
             if host_pool.refresh_error not in ("", reported_error) and not self._end.is_set():
                 say(f"hosts: {host_pool.refresh_error}; keeping the last list")
             reported_error = host_pool.refresh_error
-            num_changes = num_changes + 1 if self._roster.should_end_generation(self._members) else 0
-            if num_changes >= 2 and not self._exclude_unusable_hosts():  # a partially written list has fewer hosts
+            changed_polls = changed_polls + 1 if self._roster.should_end_generation(self._members) else 0
+            if changed_polls >= 2 and not self._exclude_unusable_hosts():  # a partially written list has fewer hosts
                 self._hosts_changed.set()
                 return
 

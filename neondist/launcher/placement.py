@@ -56,13 +56,13 @@ class JobPlacement:
         """
         reject_shared_host_names(self.reports)
         names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
-        host_commands = []
+        commands = []
         for report in self.reports:
             node_variables = [f"{name}={value}" for name, value in self.node_variables(report, env).items()]
             safe_path_file = str(Path(report.node_info["package"]) / "safe_path.py")
-            start = [*(["env"] if node_variables else []), *node_variables, report.python, safe_path_file, *words]
-            host_commands.append((report.node.address, report.ranks, start))
-        return _command_on_hosts(mpirun, names, host_commands)
+            command = [*(["env"] if node_variables else []), *node_variables, report.python, safe_path_file, *words]
+            commands.append((report.node.address, report.ranks, command))
+        return _command_on_hosts(mpirun, names, commands)
 
     def node_variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a node; its ranks share its cores unless the user sets threads."""
@@ -115,8 +115,8 @@ class HostListPlacement:
         names = [
             name for name in variables if name not in threads.THREAD_COUNT_VARIABLES or threads.is_thread_count_set(env)
         ]
-        start = safe_path.python_command(*words)
-        return _command_on_hosts(mpirun, names, [(host, ranks, start) for host, ranks in self.hosts.items()])
+        command = safe_path.python_command(*words)
+        return _command_on_hosts(mpirun, names, [(host, ranks, command) for host, ranks in self.hosts.items()])
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of mpirun, without a host file, with the user's ssh_config."""
@@ -129,10 +129,12 @@ class HostListPlacement:
         return list_own_addresses()
 
 
-def _command_on_hosts(mpirun: Mpirun, names: Sequence[str], parts: Sequence[tuple[str, int, list[str]]]) -> list[str]:
-    """Return the command that starts ranks on several hosts, given the host, the ranks and the command of each part."""
+def _command_on_hosts(
+    mpirun: Mpirun, names: Sequence[str], commands: Sequence[tuple[str, int, list[str]]]
+) -> list[str]:
+    """Return the command that starts ranks on several hosts, given each host with its number of ranks and command."""
     words: list[str] = []
-    for host, ranks, command in parts:
+    for host, ranks, command in commands:
         rank_options = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
         rank_options = mpirun.command(ranks, names)[1:] if not words else rank_options
         words += [":", *rank_options, "--host", f"{host}:{ranks}", *command]

@@ -180,14 +180,14 @@ def open_elastic_slots(
 
     def watch_hosts() -> None:
         nonlocal hosts
-        reported_error, num_shrunk = "", 0
+        reported_error, shrunk_polls = "", 0
         while not closed.wait(HOST_LIST_POLL_SECONDS):
             pool.refresh_host_list()
             if pool.refresh_error not in ("", reported_error) and not closed.is_set():
                 say(f"hosts: {pool.refresh_error}; keeping the last list", sys.stderr)
             reported_error = pool.refresh_error
-            num_shrunk = num_shrunk + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
-            if num_shrunk != 1:  # a partially written list has fewer hosts
+            shrunk_polls = shrunk_polls + 1 if sum(pool.listed_slots.values()) < sum(hosts.values()) else 0
+            if shrunk_polls != 1:  # a partially written list has fewer hosts
                 hosts = dict(pool.listed_slots)
             if joined_hosts := hosts.keys() - checked_hosts - pool.list_excluded_hosts().keys():
                 check_hosts(joined_hosts)

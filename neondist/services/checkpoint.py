@@ -214,11 +214,11 @@ class _ServerFile:
         return list(self._file.contents.group(prefix))
 
     def read_slots(self, prefix: str, dtype: DTypeLike, size: int) -> Slots:
-        shapes = self._file.contents.shapes
-        dtypes_and_sizes = {
-            name: (dtype, size) if shapes[f"{prefix}/{name}"] else ("float32",) for name in self.slot_names(prefix)
-        }
-        return {name: self.read_array(f"{prefix}/{name}", *kind) for name, kind in dtypes_and_sizes.items()}
+        shapes, slots = self._file.contents.shapes, Slots()
+        for name in self.slot_names(prefix):
+            path = f"{prefix}/{name}"
+            slots[name] = self.read_array(path, dtype, size) if shapes[path] else self.read_array(path, "float32")
+        return slots
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import repeat
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class MasterClient:
                 f"checkpoint.h5: {position} samples of the epoch have been processed, which is not a multiple of"
                 f" batch_size {batch_size}; resume with the batch size of the run that wrote the checkpoint"
             )
-        for epoch_number, upto in [*((epoch_number, records) for epoch_number in range(epoch)), (epoch, position)]:
+        for epoch_number, upto in enumerate([*repeat(records, epoch), position]):
             for start in range(0, upto, batch_size):
                 task, first_record = divmod(start, self._records_per_task)
                 applied.add(MinibatchId(epoch_number, task, first_record // batch_size))

@@ -115,10 +115,11 @@ class EmbeddingTableSpec:
         kind, arguments = _check_list(rule, 2)
         initializers = registered_classes(Initializer)
         sizes_ok = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
-        valid = isinstance(name, str) and dtype in SUPPORTED_DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
+        types_ok = isinstance(name, str) and isinstance(lazy, bool) and isinstance(kind, str)
         if (
             not sizes_ok
-            or not valid
+            or not types_ok
+            or dtype not in SUPPORTED_DTYPES
             or rows * dim > MAX_TABLE_ELEMENTS
             or dim > MAX_ROW_ELEMENTS
             or kind not in initializers
@@ -220,13 +221,13 @@ def place_parameters(
                 f"parameter '{name}': has dtype {strategy.specs[name].dtype}, but servers update only"
                 f" {' and '.join(SUPPORTED_DTYPES)}; choose one of these dtypes"
             )
-    owner_boxes = compute_owner_boxes(strategy, servers)
+    boxes_by_name = compute_owner_boxes(strategy, servers)
     decayed_set = None if decayed_names is None else set(decayed_names)
 
     def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:
-        boxes, shape = owner_boxes[spec.name], tuple(spec.shape)
+        owner_boxes, shape = boxes_by_name[spec.name], tuple(spec.shape)
         has_weight_decay = len(shape) > 1 if decayed_set is None else spec.name in decayed_set
-        return ServerPiece(spec.name, spec.dtype, shape, boxes.shape, boxes.boxes[server], has_weight_decay)
+        return ServerPiece(spec.name, spec.dtype, shape, owner_boxes.shape, owner_boxes.boxes[server], has_weight_decay)
 
     pieces_by_server = [[make_piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [

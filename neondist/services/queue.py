@@ -358,8 +358,7 @@ class TaskQueue:
         self._database.mark_failed(task)
         stop_reason = (
             f"{self.source}: record {failed} has failed {counted(failures, 'time')}, the last time with: {error};"
-            " correct the"
-            " record, or skip such records with --skip-bad-records"
+            " correct the record, or skip such records with --skip-bad-records"
         )
         self._database.store_note(_STOP_REASON_NOTE, stop_reason)
         return stop_reason

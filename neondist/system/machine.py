@@ -125,9 +125,8 @@ class Machine:
 
         `memory_traffic` is the number of bytes that the work reads and writes.
         """
-        memory_fraction = (
-            min(1.0, memory_traffic / self.memory_bandwidth / uncontended_seconds) if uncontended_seconds else 0.0
-        )
+        memory_seconds = memory_traffic / self.memory_bandwidth
+        memory_fraction = min(1.0, memory_seconds / uncontended_seconds) if uncontended_seconds else 0.0
         max_slowdown = (1 - memory_fraction) * self.slowdown + memory_fraction * self.memory_slowdown
         # interpolated linearly between one busy core and all cores busy
         other_busy_cores = min(ranks, self.cores_per_node) - 1

@@ -125,8 +125,8 @@ def memory_trim_threshold(model_bytes: int, backend: str) -> int:
 
 def free_bytes_per_rank(ranks: int) -> int | None:
     """Return the available bytes per rank for `ranks` ranks on this machine; None if unknown."""
-    machine_bytes = free_bytes()
-    return None if machine_bytes is None else machine_bytes // ranks
+    available_bytes = free_bytes()
+    return None if available_bytes is None else available_bytes // ranks
 
 
 def min_free_bytes_per_rank(
@@ -170,12 +170,11 @@ def out_of_memory_error(
     size = "an array" if requested is None else format_bytes(requested)
     left = "" if free is None else f", with {format_bytes(free)} left"
     shortfall = max(0, (requested or planned_bytes // 4) - (free or 0))
-    share = (planned_bytes - shortfall) * 9 // 10  # leave a margin: more may be missing than this array needs
-    advice = (
-        f"set memory: {format_bytes(count_local_ranks(ranks) * (share + process_overhead_bytes(backend)))}, or use"
-        if share > 0
-        else "use"
-    )
+    model_bytes = (planned_bytes - shortfall) * 9 // 10  # leave a margin: more may be missing than this array needs
+    advice = "use"
+    if model_bytes > 0:
+        memory = count_local_ranks(ranks) * (model_bytes + process_overhead_bytes(backend))
+        advice = f"set memory: {format_bytes(memory)}, or use"
     return ConfigError(
         f"memory: layer '{layer}' could not allocate {size} in the {direction} pass{left}; the planned peak of a step"
         f" is {format_bytes(planned_bytes)} per rank, excluding temporary buffers of kernels;"
@@ -217,12 +216,9 @@ def _free_bytes_of_cgroup(folder: Path) -> Iterator[int]:
     for limit_file, usage_file in _USAGE_FILE_BY_LIMIT_FILE.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
             limit_bytes = int((folder / limit_file).read_text())
-            cache_bytes = [
-                line.split()[1]
-                for line in (folder / "memory.stat").read_text().splitlines()
-                if _is_page_cache_line(line)
-            ]
-            yield limit_bytes - int((folder / usage_file).read_text()) + sum(map(int, cache_bytes))
+            lines = (folder / "memory.stat").read_text().splitlines()
+            cache_bytes = sum(int(line.split()[1]) for line in lines if _is_page_cache_line(line))
+            yield limit_bytes - int((folder / usage_file).read_text()) + cache_bytes
 
 
 def _is_page_cache_line(line: str) -> bool:

@@ -182,9 +182,8 @@ def _step_seconds_lower_bound(name: str, shape: tuple[int, ...] | None, speed: C
         if name in MODELS:
             return 0.0  # the report states the reason
         raise
-    return speed.seconds_lower_bound(
-        3 * forward_flops(factory, shape or default_shape)
-    )  # a backward pass costs as much as two forward passes
+    # a backward pass costs as much as two forward passes
+    return speed.seconds_lower_bound(3 * forward_flops(factory, shape or default_shape))
 
 
 class _VariantMeasurement:

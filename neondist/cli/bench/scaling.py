@@ -51,9 +51,9 @@ def add_parser(benches: Any) -> None:
     cmd.set_defaults(command=measure_scaling, layers_only_feature=None)
 
     model_parser = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
-    parts = model_parser.add_subparsers(required=True, metavar="WHAT")
+    subparsers = model_parser.add_subparsers(required=True, metavar="WHAT")
 
-    cmd = parts.add_parser(
+    cmd = subparsers.add_parser(
         "calibrate", help="measure message times, core speed and memory bandwidth", allow_abbrev=False
     )
     options.add_rank_options(cmd, "number of ranks to start with mpirun (default: two per core)")
@@ -66,7 +66,7 @@ def add_parser(benches: Any) -> None:
     )
     cmd.set_defaults(command=calibrate)
 
-    cmd = parts.add_parser("predict", help="predict times, bytes and memory of training steps", allow_abbrev=False)
+    cmd = subparsers.add_parser("predict", help="predict times, bytes and memory of training steps", allow_abbrev=False)
     options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
         "--machine",
@@ -116,8 +116,8 @@ def measure_scaling(arguments: argparse.Namespace) -> int:
         file = Path(progress_folder, "end")
         for count in arguments.counts:
             growth = count / arguments.counts[0] if arguments.weak else 1
-            batch, min_seconds = estimate_step_bench_seconds(arguments, count, arguments.steps * growth, speed, cores)
-            least_seconds.append(min_seconds)
+            batch, bench_seconds = estimate_step_bench_seconds(arguments, count, arguments.steps * growth, speed, cores)
+            least_seconds.append(bench_seconds)
         prepare_run_folder(SingleTransport(), folder)
         progress.set_total_parts(
             len(least_seconds) * arguments.rounds, planned_seconds=least_seconds * arguments.rounds

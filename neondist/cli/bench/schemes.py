@@ -79,8 +79,8 @@ def _measure_and_report(
     from ...bench.schemes import bench_schemes, write_report
 
     folder = options.output_folder(arguments, "schemes")
-    loaders_by_run = [(run, partial(load_and_validate, run, world, world.size)) for run in runs]
-    measured_rows = bench_schemes(world, folder, loaders_by_run, _count_shared_cores(arguments, world))
+    runs_and_loaders = [(run, partial(load_and_validate, run, world, world.size)) for run in runs]
+    measured_rows = bench_schemes(world, folder, runs_and_loaders, _count_shared_cores(arguments, world))
     if world.rank == 0:
         rows += measured_rows
         table = write_report(rows, folder)
@@ -92,10 +92,10 @@ def _measure_and_report(
 
 def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run after validating all of them. Collective."""
-    scheme_texts = _parse_schemes(arguments)
-    for name in scheme_texts:
-        load_and_validate(_arguments_for(arguments, name, 1), world, ranks)
-    return [_arguments_for(arguments, name, seed + 1) for seed in range(arguments.seeds) for name in scheme_texts]
+    schemes = _parse_schemes(arguments)
+    for scheme in schemes:
+        load_and_validate(_arguments_for(arguments, scheme, 1), world, ranks)
+    return [_arguments_for(arguments, scheme, seed + 1) for seed in range(arguments.seeds) for scheme in schemes]
 
 
 def measure_all_seams(arguments: argparse.Namespace) -> int:
@@ -112,9 +112,9 @@ def measure_all_seams(arguments: argparse.Namespace) -> int:
                 cores = _count_shared_cores(arguments, world)
                 step_seconds = CoreSpeed.measure().step_seconds_lower_bound(experiment, world.size, cores)
                 progress.set_total_parts(len(runs), planned_seconds=[PASSES_PER_SCHEME * step_seconds] * len(runs))
-            for name, run in runs.items():
-                progress.begin_part(name)
-                seam_errors[name] = _measure_seams(arguments, world, run)
+            for scheme, run in runs.items():
+                progress.begin_part(scheme)
+                seam_errors[scheme] = _measure_seams(arguments, world, run)
                 progress.add_done_parts(1)
         if world.rank == 0:
             files = write_seam_report(folder, seam_errors)
@@ -148,20 +148,20 @@ def _measure_seams(arguments: argparse.Namespace, world: Transport, run: argpars
 def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
     from ...halo.fusion import fusion_scheme_or_none
 
-    run_by_scheme = {text: _arguments_for(arguments, text, 1) for text in _parse_schemes(arguments)}
-    for text, run in run_by_scheme.items():
+    run_by_scheme = {scheme: _arguments_for(arguments, scheme, 1) for scheme in _parse_schemes(arguments)}
+    for scheme, run in run_by_scheme.items():
         if fusion_scheme_or_none(load_and_validate(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
-                f"--schemes {text}: its tiles overlap and its results are exact; specify approximate schemes"
+                f"--schemes {scheme}: its tiles overlap and its results are exact; specify approximate schemes"
             )
     return run_by_scheme
 
 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
-    scheme_texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
-    if not scheme_texts:
+    schemes = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
+    if not schemes:
         raise ConfigError("--schemes: no scheme is given; give, for instance, --schemes halo,tower")
-    return scheme_texts
+    return schemes
 
 
 def _arguments_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:

@@ -81,13 +81,15 @@ def measure_suite(arguments: argparse.Namespace) -> int:
         least_seconds: dict[tuple[str, int], float] = {}
         for network, file in files.items():
             for count in sorted({1, ranks}):
-                step_bench_args = _arguments_for(arguments, file), count, arguments.steps, speed, cores
-                _, least_seconds[network, count] = estimate_step_bench_seconds(*step_bench_args)
+                network_arguments = _arguments_for(arguments, file)
+                _, seconds = estimate_step_bench_seconds(network_arguments, count, arguments.steps, speed, cores)
+                least_seconds[network, count] = seconds
         planned_seconds = [least_seconds[network, ranks if variant == "ranks" else 1] for network, variant in turns]
         progress.set_total_parts(len(turns), planned_seconds=planned_seconds)
         measure = _VariantMeasurement(arguments, files, ranks, cores, Path(folder))
-        bench_args = list(files), _interleave(variants), measure, arguments.rounds, progress, measure.progress_file
-        add_measured_rows(results, bench_suite(*bench_args), {**NETWORK_GROUPS, "all": list(files)}, arguments.json)
+        networks, order = list(files), _interleave(variants)
+        rows = bench_suite(networks, order, measure, arguments.rounds, progress, measure.progress_file)
+        add_measured_rows(results, rows, {**NETWORK_GROUPS, "all": networks}, arguments.json)
     Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(results))
