@@ -20,7 +20,7 @@ from .wire import Service, ServiceMethod
 LEASE_SECONDS = 60.0
 """Seconds without a heartbeat after which a worker loses its task; killed processes are detected at once."""
 _TRAINING_PARAMETER_NAMES = "records", "batch_size", "epochs", "seed"
-_PARAMETERS_NOTE, _WITHOUT_UPDATE_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
+_PARAMETERS_NOTE, _SKIPPED_NOTE, _INCARNATIONS_NOTE = "training", "without update", "servers"
 """Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
 
 
@@ -131,7 +131,7 @@ class Master(Service):
             with self._lock:
                 self._skipped_minibatches.add(minibatch)
                 note_text = json.dumps(sorted(self._skipped_minibatches))
-                self._require_queue().store_note(_WITHOUT_UPDATE_NOTE, note_text)
+                self._require_queue().store_note(_SKIPPED_NOTE, note_text)
         credited = self._require_queue().applied(task_id, upto)
         if credited and "loss" in request.fields:
             loss, samples = request.number("loss", -math.inf), request.integer("samples")
@@ -265,7 +265,7 @@ class Master(Service):
             path, values["records"], per_task, values["epochs"], values["seed"], lease=self._lease, source=self._source
         )
         self._store_parameters()
-        minibatches = json.loads(self._queue.load_note(_WITHOUT_UPDATE_NOTE) or "[]")
+        minibatches = json.loads(self._queue.load_note(_SKIPPED_NOTE) or "[]")
         self._skipped_minibatches = {MinibatchId.parse(minibatch) for minibatch in minibatches}
 
     def _store_parameters(self) -> None:

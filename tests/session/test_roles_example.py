@@ -32,40 +32,35 @@ def start_task(task, cluster, *arguments, index=0, **variables):
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def wait_for_tasks(tasks):
+    """Return stdout and stderr of each task; all must end with exit code 0."""
+    outputs = []
+    try:
+        for process in tasks:
+            outputs.append(communicate(process, 600))
+            assert process.returncode == 0, outputs
+    finally:
+        for process in tasks:
+            process.kill()
+            process.wait()
+    return outputs
+
+
 @pytest.mark.long
 def test_master_worker_and_evaluator(tmp_path):
     pytest.importorskip("torch", reason="tasks that are started one by one meet by torch.distributed")
     cluster = {"master": [f"127.0.0.1:{find_free_port()}"], "worker": ["127.0.0.1:1"]}
     tasks = {kind: start_task(kind, cluster, tmp_path / "ckpt", 8, 16) for kind in ("evaluator", "worker", "master")}
-    outputs = {}
-    try:
-        for kind in ("master", "worker", "evaluator"):
-            out, err = communicate(tasks[kind], 600)
-            outputs[kind] = out
-            waited = f"waiting for the first checkpoint in {tmp_path / 'ckpt'}\n"  # if the evaluator started first
-            assert (err.removeprefix(waited), tasks[kind].returncode) == ("", 0), kind
-    finally:
-        for process in tasks.values():
-            process.kill()
-            process.wait()
-    assert outputs["worker"] == ""
-    assert [line.split(":")[0] for line in outputs["master"].splitlines()] == [f"step {n}" for n in (2, 4, 6, 8)]
-    records = [json.loads(line) for line in outputs["evaluator"].splitlines()]
+    outputs = wait_for_tasks([tasks[kind] for kind in ("master", "worker", "evaluator")])
+    waited = f"waiting for the first checkpoint in {tmp_path / 'ckpt'}\n"  # if the evaluator started first
+    assert [err.removeprefix(waited) for _, err in outputs] == ["", "", ""]
+    master_out, worker_out, evaluator_out = (out for out, _ in outputs)
+    assert worker_out == ""
+    assert [line.split(":")[0] for line in master_out.splitlines()] == [f"step {n}" for n in (2, 4, 6, 8)]
+    records = [json.loads(line) for line in evaluator_out.splitlines()]
     assert [record["step"] for record in records] == [0, 2, 4, 6, 8]
     assert records[-1]["loss"] < records[0]["loss"]
-    assert (tmp_path / "ckpt" / "evaluation" / "metrics.jsonl").read_text() == outputs["evaluator"]
-
-
-def wait_for_tasks(tasks):
-    """Return stdout and stderr of each task; all must end with exit code 0."""
-    try:
-        outputs = [communicate(process, 600) for process in tasks]
-    finally:
-        for process in tasks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in tasks] == [0] * len(tasks), outputs
-    return outputs
+    assert (tmp_path / "ckpt" / "evaluation" / "metrics.jsonl").read_text() == evaluator_out
 
 
 @pytest.mark.long
