@@ -264,22 +264,27 @@ def _propose_trials(
 
     Proposals depend only on earlier results and the trial's number, so a resumed sweep equals an uninterrupted one.
     """
-    from optuna.samplers import TPESampler
     from optuna.trial import Trial, TrialState
 
     for trial in study.get_trials(states=[TrialState.RUNNING]):
-        if trial.params.keys() == spaces.keys():
-            yield Trial(study, trial._trial_id)
-        else:  # interrupted while this trial was sampled
-            study.tell(trial.number, state=TrialState.FAIL)
+        yield _sample_parameters(Trial(study, trial._trial_id), spaces)
     for combination in combinations:  # an earlier call with fewer trials may have drawn any of them
         study.enqueue_trial(combination, skip_if_exists=True)
         if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
-            yield study.ask(spaces)
+            yield _sample_parameters(study.ask(), spaces)
     started_trials = [trial for trial in study.trials if trial.state != TrialState.WAITING]
-    for number in range(len(started_trials), 0 if combinations else count):
-        study.sampler = TPESampler(seed=number)
-        yield study.ask(spaces)
+    for _ in range(len(started_trials), 0 if combinations else count):
+        yield _sample_parameters(study.ask(), spaces)
+
+
+def _sample_parameters(trial: Trial, spaces: dict[str, Any]) -> Trial:
+    """Sample the parameters of a trial that an earlier call, killed while it sampled, has not stored."""
+    from optuna.samplers import TPESampler
+
+    for position, (key, domain) in enumerate(spaces.items()):
+        trial.study.sampler = TPESampler(seed=trial.number * len(spaces) + position)
+        trial._suggest(key, domain)
+    return trial
 
 
 def _domain_values(domain: Any) -> Sequence[Any]:

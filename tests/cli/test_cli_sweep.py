@@ -12,6 +12,8 @@ from neondist.config import load_experiment
 from neondist.errors import ConfigError
 
 pytest.importorskip("optuna")
+from optuna.storages._cached_storage import _CachedStorage
+
 LEARNING_RATE_SPACE = "model.optimizer.learning_rate=1e-3..1e-1:log"
 
 
@@ -109,6 +111,35 @@ def test_interrupted_sweep_resumes(run_sweep, capsys, monkeypatch):
     )
     assert expected == resumed
     assert len(expected) == 2
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["create_new_trial", "set_trial_param", "set_trial_state_values"])
+@pytest.mark.parametrize("space", ["model.layers.0.out_channels=1..2", "model.optimizer.momentum=0..0.9"])
+def test_sweep_killed_while_sampling_resumes(run_sweep, capsys, monkeypatch, method, space):
+    """Kill the sweep after every other call that writes to the database."""
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
+    spaces = "model.optimizer.learning_rate=[0.1, 0.2]", space
+    words = ["--vary", spaces[0], "--vary", spaces[1], "--trials", "4", "--output"]
+    assert run_sweep(*words, "full") == 0
+    expected = capsys.readouterr().out.splitlines()[-9:-3]
+    write, calls = getattr(_CachedStorage, method), []
+
+    def interrupted_write(*arguments, **options):
+        result = write(*arguments, **options)
+        calls.append(arguments)
+        if len(calls) % 2:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_CachedStorage, method, interrupted_write)
+        while run_sweep(*words, "parts") == 130:
+            assert len(calls) < 50
+    assert run_sweep(*words, "parts") == 0
+    assert len(calls) > 1
+    assert capsys.readouterr().out.splitlines()[-9:-3] == expected
 
 
 def test_small_space_is_exhausted(run_sweep, capsys):
