@@ -1,9 +1,8 @@
 """Training: experiments, the training loop, and hooks.
 
-experiment: configuration, as in YAML, and execution of a run. loop: steps, epochs, evaluation; pretrain: the same for
-autoencoders. state: state of a run, as seen by hooks. callbacks: hooks of a run. validate, describe, consistency:
-checks before a run. checkpoint_evaluation: evaluation of a checkpoint.
-inference: outputs for images of any size.
+experiment: configuration and execution of a run. loop: steps, epochs and evaluation. pretrain: stage-wise pretraining
+of autoencoders. state: state of a run, as seen by hooks. callbacks: hooks. validate, describe, consistency: checks
+before a run. checkpoint_evaluation: evaluation of a checkpoint. inference: outputs for images of any size.
 """
 
 from .callbacks.best_epoch import Best

@@ -1,4 +1,4 @@
-"""Experiment: a model, a data set and training settings, and its run."""
+"""Experiments: a model, a data set, training settings, and their run."""
 
 from __future__ import annotations
 

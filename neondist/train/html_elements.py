@@ -54,9 +54,9 @@ def is_plottable(value: Any) -> bool:
 
 
 def axis_range_and_is_logarithmic(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Return the ends of an axis, and whether it is logarithmic: if values are positive and differ by a large factor.
+    """Return the ends of an axis, and whether it is logarithmic, which requires positive values that vary greatly.
 
-    Other axes begin at 0 unless values are negative or vary little.
+    Linear axes begin at 0 unless values are negative or vary little.
     """
     low, high = min(values), max(values)
     is_logarithmic = low > 0 and _MIN_LOGARITHMIC_AXIS_RATIO * low < high

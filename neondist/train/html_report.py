@@ -235,7 +235,7 @@ def _supervision_events_html(folder: Path) -> list[str]:
 
 
 def _event_text(value: Any) -> str:
-    """Return a value of an event: text, a number, a list, or a table such as ranks by host."""
+    """Return a value of an event as text: a number, a list, or a mapping such as ranks by host."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {number}" for key, number in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

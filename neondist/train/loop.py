@@ -177,7 +177,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
 
 @contextmanager
 def _locate_nonfinite_samples(model: Trainable, split: Split, last_batch: list[np.ndarray]) -> Iterator[None]:
-    """Add the sample of the last batch that has non-finite or the largest values to a NonFiniteError. Collective."""
+    """Name the sample of the last batch with non-finite or the largest values in a NonFiniteError. Collective."""
     try:
         yield
     except NonFiniteError as error:
@@ -255,7 +255,7 @@ def evaluate_validation_and_test(run: TrainState, metrics: Sequence[Metric]) -> 
 
 
 def record_epoch_and_reset_totals(run: TrainState, evaluation: EpochRecord) -> None:
-    """Count the epoch, append its record, with the results of its evaluation, and reset the totals."""
+    """Count the epoch, append its record, including the results of `evaluation`, and reset the totals."""
     totals, trained_samples = run.totals, run.samples_seen - run.totals.samples_of_other_workers
     loss_samples = trained_samples - totals.skipped_samples
     sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)

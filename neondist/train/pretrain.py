@@ -65,9 +65,9 @@ def pretrain_stages(
     checkpoint_schedule: CheckpointSchedule,
     yaml_text: str | None,
 ) -> Stop | None:
-    """Pretrain for an experiment, writing to `folder`, from a checkpoint of `resumed_pretraining_stage` unless it is 0.
+    """Pretrain a model's stages, resuming at stage `resumed_pretraining_stage` unless it is 0, and write to `folder`.
 
-    Only hooks that run during pretraining are called. Return the reason for an early end, if any. Collective.
+    Only hooks that run during pretraining are called. Returns the reason for an early stop, if any. Collective.
     """
     hooks = [hook for hook in hooks if hook.runs_during_pretraining]
     history: list[EpochRecord] = []
@@ -108,13 +108,13 @@ def _pretrain_stage(run: TrainState, stage: Autoencoder, hooks: list[Hook], resu
 
 
 class StageNameRecorder(Hook):
-    """Write the stage's name into its records."""
+    """Add the stage's name to its records."""
 
     def __init__(self, stage_name: str) -> None:
         self.stage_name = stage_name
 
     def after_epoch(self, run: TrainState) -> None:
-        """Complete the epoch's record."""
+        """Add the name to the epoch's record."""
         run.history[-1] = EpochRecord(stage=self.stage_name, **run.history[-1])
 
 

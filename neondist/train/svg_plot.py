@@ -12,7 +12,7 @@ _PLOT_WIDTH, _PLOT_HEIGHT = 330, 210  # three fit in a row of a page, one in 400
 _TOP_MARGIN, _RIGHT_MARGIN, _BOTTOM_MARGIN = 10, 16, 38
 _CHARACTER_WIDTH = 6.4  # pixels of width
 _TARGET_TICK_INTERVALS = 4  # approximate number of intervals between ticks
-_MIN_AXIS_LENGTH = 1e-300  # smaller differences cannot be divided
+_MIN_AXIS_LENGTH = 1e-300  # division by smaller differences may overflow
 _MIN_RELATIVE_VARIATION = 1e-12  # smaller relative variations are rounding errors
 _BEST_POINT_COLOUR = "#d62728"
 _LINE_COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
@@ -104,7 +104,7 @@ def line_plot_svg(
     best_point: tuple[float, float] | None = None,
     x_label: str = "",
 ) -> str:
-    """Return an SVG figure of lines of points (x, y) by name.
+    """Return an SVG plot of named lines, each a sequence of points (x, y).
 
     Parameters
     ----------

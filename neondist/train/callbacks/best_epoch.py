@@ -1,4 +1,4 @@
-"""checkpoint_best.h5: best epoch by a metric of the records, and early stopping."""
+"""checkpoint_best.h5: checkpoint of the best epoch by a recorded metric, and early stopping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hook import Hook
 
 
 def _to_float_or_nan(value: object) -> float:
-    """Return a number of a record; NaN for other types and integers too large for a float."""
+    """Return a record's value as a float; NaN if it is not a number, or an integer too large for a float."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -90,7 +90,7 @@ class Best(Registered):
 
 
 class BestCheckpointAndEarlyStopping(Hook):
-    """Write a checkpoint of each best epoch so far, and stop early without improvement.
+    """Write a checkpoint of each epoch that is the best so far, and stop a run that no longer improves.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class BestCheckpointAndEarlyStopping(Hook):
     folder : path, optional
         Folder of the run. Default: nothing is written.
     yaml_text : str, optional
-        Text of the experiment, stored in the file.
+        Text of experiment.yaml, stored in the checkpoint.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class BestCheckpointAndEarlyStopping(Hook):
             run.start_messages.append(f"{reason}; raise the patience of best to continue training")
 
     def after_epoch(self, run: TrainState) -> None:
-        """Write a checkpoint if the epoch is the best; stop early without improvement."""
+        """Write a checkpoint if the epoch is the best so far; stop a run that no longer improves."""
         if self.checkpoint is not None and self.best.find_best_epoch(run.history, self.metrics) == run.epoch:
             self.checkpoint.save(run, from_servers=False)  # the values that were evaluated
         if reason := self.best.early_stop_reason(run.history, self.metrics):
@@ -127,7 +127,7 @@ class BestCheckpointAndEarlyStopping(Hook):
 
 
 def _larger_is_better_by_metric(metrics: Sequence[Metric]) -> dict[str, bool]:
-    """Return, by name of each number of a record, whether larger values are better."""
+    """Return whether larger values are better, by the name of each recorded number."""
     larger_is_better = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
     larger_is_better["train_loss"] = False
     for metric in metrics:

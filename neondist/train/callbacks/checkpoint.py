@@ -37,7 +37,7 @@ from ..state import EpochRecord, EpochTotals, TrainState
 from .hook import Hook
 
 _JSON_KEY_BY_FIELD = {"samples_seen": "seen", "epoch_size": "samples"}
-"""Keys in the file of the fields whose names differ there."""
+"""JSON keys of the fields that have other names in the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunProgress:
     ----------
     epoch, step : epochs and updates that are complete
     samples_seen : samples of the current epoch that are already processed
-    epoch_size : samples of an epoch
+    epoch_size : samples per epoch
     seed : seed of the order of the samples and of all random numbers
     totals : sums over the current epoch; `sent_before_resume` and `summed_before_resume` count all ranks' bytes
     history : one record per complete epoch
@@ -83,7 +83,7 @@ class RunProgress:
         Raises
         ------
         DataError
-            The seed differs, or an epoch is to be continued and its number of samples differs.
+            The seed differs, or the progress ends within an epoch and the number of samples per epoch differs.
         """
         if run.model.seed not in (None, self.seed):
             raise DataError(
@@ -133,7 +133,7 @@ class RunProgress:
 
 
 def _parse_record(record: Any) -> EpochRecord:
-    """Validate an epoch's record as read by the loop and its hooks, and return it; means may be NaN."""
+    """Return a validated record of an epoch; means may be NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record must be a mapping with an 'epoch' field")
     for name, value in record.items():
@@ -147,7 +147,7 @@ def _parse_record(record: Any) -> EpochRecord:
 
 
 def _require_record_numbers(name: str, value: Any, depth: int = 0) -> None:
-    """Validate a value of a record: a number, a list, a table, or a mapping of numbers."""
+    """Raise ValueError unless a value of a record is a number, None, or up to two nested lists or mappings of these."""
     if type(value) in (list, dict) and depth < 2:
         for item in value.values() if type(value) is dict else value:
             _require_record_numbers(name, item, depth + 1)
@@ -164,7 +164,7 @@ class CheckpointSchedule:
     Attributes
     ----------
     every_steps, every_epochs : int, optional
-        Interval in steps or epochs; without any interval, `from_fields` sets every epoch.
+        Interval in steps or epochs; `from_fields` sets `every_epochs` to 1 if no interval is given.
     every_minutes : float, optional
         Interval in minutes since the last checkpoint, checked after each step.
     keep : int
@@ -194,7 +194,7 @@ class CheckpointSchedule:
         return cls(**values)
 
     def is_due_after_step(self, step: int, previous_step: int) -> bool:
-        """Return whether a checkpoint is due after step `step`; `previous_step`: the step of the previous query."""
+        """Return whether a checkpoint is due after any step from `previous_step` + 1 to `step`."""
         return self.every_steps is not None and step // self.every_steps > previous_step // self.every_steps
 
     def is_due_after_epoch(self, epoch: int) -> bool:
@@ -203,7 +203,7 @@ class CheckpointSchedule:
 
 
 class Checkpoint(Hook):
-    """Write a checkpoint when it is due and at the end; the old one is kept until the new one is on disk.
+    """Write a checkpoint whenever one is due and at the end; the old one is kept until the new one is on disk.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class Checkpoint(Hook):
     schedule : CheckpointSchedule, optional
         Default: every epoch.
     yaml_text : str, optional
-        Text of the experiment, stored in the file.
+        Text of experiment.yaml, stored in the checkpoint.
     """
 
     def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, yaml_text: str | None = None) -> None:
@@ -252,7 +252,7 @@ class Checkpoint(Hook):
         self.after_run(run)
 
     def save(self, run: TrainState, from_servers: bool = True) -> None:
-        """Write a checkpoint now; `from_servers`: with the current state of the parameter servers, if any. Collective.
+        """Write a checkpoint now, of the current state of the parameter servers if `from_servers`. Collective.
 
         Raises
         ------

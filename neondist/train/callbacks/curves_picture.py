@@ -19,7 +19,7 @@ _MAX_METRIC_PANELS = 4
 
 
 class CurvesPicture(Hook):
-    """Draw the curves at the end of a run, even after failure, on rank 0; do nothing without matplotlib."""
+    """Draw the curves on rank 0 at the end of a run, even a failed one; do nothing without matplotlib."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ def write_curves_picture(history: Sequence[EpochRecord], path: Path) -> None:
             _plot_line(axes, history, f"{name}_error", name, factor=100)
     for axes in error_axes:
         title = f"{last.selection_split.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
-        axes.set(title=title, ylabel="wrong answers (%)")
+        axes.set(title=title, ylabel="misclassified (%)")
     for axes, name in zip(metric_axes, metric_names, strict=True):
         axes.set(title=name)
         _plot_line(axes, history, f"validation_{name}", "validation")

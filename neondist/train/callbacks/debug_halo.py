@@ -11,12 +11,12 @@ from .hook import Hook
 class DebugHalo(Hook):
     """Detect errors in custom layers and border schemes, with bitwise identical results.
 
-    Cells of a view that are to be filled are initialised with a special NaN. Layers receive copies of their views and
-    output gradients, surrounded by such NaNs. Messages are delayed at random, and must not be modified until their
-    transfer is complete. Weights and state of layers are compared across ranks after each step, and the kinds of
-    partial results before each reduction. An error stops the run with a HaloError that names layer, direction and step.
-    In PyTorch modules, results of custom rules are compared with their declarations, and rules must not modify their
-    arguments.
+    Cells of a view that an exchange must fill are initialised with a special NaN. Layers receive copies of their views
+    and output gradients, surrounded by such NaNs. Messages are delayed at random, and their buffers must not be
+    modified until the transfer is complete. Weights and state of layers are compared across ranks after each step, and
+    the kinds of partial results before each reduction. In PyTorch modules, results of custom rules are compared with
+    their declarations, and rules must not modify their arguments. An error stops the run with a HaloError that names
+    layer, direction and step.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ def open_hooks(hooks: Sequence[Hook]) -> Iterator[None]:
 
 
 def call_error_hooks(hooks: Sequence[Hook], run: TrainState, error: BaseException) -> None:
-    """Call `on_error` of hooks; errors in them are ignored, since the first error is the one to read."""
+    """Call `on_error` of hooks; errors in them are ignored, so that the original error is reported."""
     for hook in hooks:
         with suppress(Exception):
             hook.on_error(run, error)

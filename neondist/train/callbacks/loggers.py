@@ -1,4 +1,4 @@
-"""Loggers of epoch records to local files of TensorBoard and MLflow."""
+"""Loggers of epoch records, in local TensorBoard and MLflow files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .hook import Hook
 
 
 class MetricLogger(Registered, Hook):
-    """Base class of loggers of every epoch's numbers, on rank 0; per-class values are logged as NAME/0, NAME/1, ....
+    """Base class of loggers, which log every epoch's numbers on rank 0; values per class are named NAME/0, NAME/1, ....
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class MetricLogger(Registered, Hook):
         self.output_folder = self.folder or (None if folder is None else folder / self.name)
         if self.output_folder is None:
             raise ConfigError(
-                f"{type(self).__name__}: folder: the run has no output folder; set output of the run, or folder"
+                f"{type(self).__name__}: folder: the run has no output folder; pass output to the run, or set folder"
             )
 
     def check_package_installed(self) -> None:
@@ -93,7 +93,7 @@ class MetricLogger(Registered, Hook):
 
 
 class TensorBoard(MetricLogger):
-    """MetricLogger of TensorBoard event files (tensorboardX), indexed by epoch, or by step in a session.
+    """MetricLogger that writes TensorBoard event files (tensorboardX), indexed by epoch, or by step in a session.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class MLflow(MetricLogger):
 
 
 def experiment_fields_by_path(experiment_yaml: str) -> Iterator[tuple[str, str]]:
-    """Yield the path, as in `--set`, and the value of each field of an experiment in YAML; for objects, the tag."""
+    """Yield path (as in `--set`) and value of each field of an experiment in YAML; an object's value is its tag."""
     root = yaml.compose(experiment_yaml, Loader=yaml.SafeLoader)
     return iter(()) if root is None else _flatten_fields(root, "")
 
@@ -183,7 +183,7 @@ def _flatten_fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 
 
 def finite_numbers(record: EpochRecord) -> Iterator[tuple[str, float]]:
-    """Yield all finite numbers of a record but the epoch, by name, including those in lists and mappings."""
+    """Yield each finite number of a record except the epoch, with its name, also from lists and mappings."""
     for name, value in record.items():
         for path, number in _flatten_value(name, nonfinite_to_none(value)):
             if name != "epoch" and type(number) in (int, float):

@@ -18,7 +18,7 @@ from .hook import Hook
 _SPLIT_TITLES = {"train": "training"}
 _METRIC_TITLES = {ReconstructionErrorMetric.name: "reconstruction error"}
 _STANDARD_RECORD_FIELDS = {"seconds", "samples_per_second"} | {f"{n}_{m}" for n in SPLITS for m in ("loss", "error")}
-"""Fields of the record that the line of an epoch shows first."""
+"""Fields of a record that do not come from a requested metric."""
 
 
 class ProgressBar(Hook):
@@ -29,7 +29,7 @@ class ProgressBar(Hook):
     Parameters
     ----------
     file : text file, optional
-        Output stream. Default: stdout, but stderr for progress without a terminal.
+        Output stream. Default: stdout; without a terminal, progress is printed to stderr.
     """
 
     runs_during_pretraining = True

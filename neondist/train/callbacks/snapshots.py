@@ -1,4 +1,4 @@
-"""Snapshots in the memory of nodes: their schedule, and resumption from the newest snapshot."""
+"""Snapshots in the memory of nodes: their schedule, and resumption from the newest one."""
 
 from __future__ import annotations
 

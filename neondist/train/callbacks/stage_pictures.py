@@ -33,8 +33,8 @@ class PretrainingPictures(Hook):
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
     filters of cells spread over the tiles; both are drawn only if the stage's input has one or three channels.
-    `stimuli_N.png` shows the images that maximise units of the stage's output, with the root mean square norm of the
-    first images. All images are from `dataset.selection_split`.
+    `stimuli_N.png` shows the images that maximise units of the stage's output, constrained to the root mean square norm
+    of the first images. All input images are from `dataset.selection_split`.
 
     Parameters
     ----------
@@ -127,13 +127,13 @@ GAP_VALUE = 1.0  # white, between pictures
 
 
 def write_picture_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
-    """Write rows of pictures (n, h, w, C) of equal size; each row has one scale of values, centred at 0."""
+    """Write rows of pictures (n, h, w, C) of equal size; the pictures of a row share a colour scale centred at 0."""
     row_pixels = [_join_in_row([_scale_to_rgb(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
     _write_figure(path, np.concatenate(row_pixels), title)
 
 
 def write_filter_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
-    """Write blocks by (row, column), each with pictures (h, w, C, n) in one scale of values, centred at 0."""
+    """Write blocks of pictures (h, w, C, n) by (row, column); those of a block share a colour scale centred at 0."""
     row_pixels = []
     for row in sorted({place[0] for place in blocks}):
         row_blocks = [_arrange_in_square(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]

@@ -1,4 +1,4 @@
-"""Graceful stop of a run: on signals of the batch system, and before a time limit."""
+"""Graceful stop of a run, on signals of the batch system or before a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopOnSignal(Hook):
     signals : SignalRecorder, optional
         Installed signal handlers; default: installed from `open` to `close`.
     remedy : str
-        How to continue the run, as the end of the message.
+        End of the message, with instructions to continue the run.
     """
 
     runs_during_pretraining = True
@@ -93,9 +93,9 @@ class TimeLimit(Hook):
 
     Notes
     -----
-    Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. The
-    time reserved is that of two steps (the longest recent one), a checkpoint and a second; if an epoch may end in
-    between, also that of its evaluation and checkpoint. Before the first measurement, the times are estimates.
+    Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. Time is
+    reserved for two steps (each as long as the longest recent one), a checkpoint and one second, and also for an
+    evaluation and a checkpoint if an epoch may end in between. Times not yet measured are estimated.
     """
 
     runs_during_pretraining = True
@@ -133,7 +133,7 @@ class TimeLimit(Hook):
         step_seconds = max(self.recent_step_seconds, default=self.max_checkpoint_seconds)
         checkpoint_seconds = self.max_checkpoint_seconds or _estimate_checkpoint_seconds(run)
         epoch_end_seconds = 0.0
-        if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
+        if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before the ranks stop
             num_samples = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
             evaluation_seconds = self.max_evaluation_seconds or step_seconds * -(-num_samples // run.batch_size)
             epoch_end_seconds = checkpoint_seconds + evaluation_seconds

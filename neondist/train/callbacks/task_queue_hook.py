@@ -33,7 +33,7 @@ class TaskQueueHook(Hook):
         self._task: Task | None = None
 
     def before_run(self, run: TrainState) -> None:
-        """Open the queue at the position of the weights."""
+        """Open the queue at the position of the run."""
         if run.step == 0:
             for path in self.folder.glob(f"{TASKS}*"):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""tiles.png: an image cut into the tiles of the ranks, each with its halo."""
+"""tiles.png: an image divided into the tiles of the ranks, each with its halo."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ROWS_PER_READ = 256
 def gather_first_image(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
     """Gather the first image of `dataset.selection_split` on every rank, subsampled if large, (h, w, C). Collective.
 
-    `box`: cells that this rank's data set contains: the rank's tile, or more.
+    `box` has the cells of this rank's data set: the rank's tile, or more.
     """
     *extent, channels = dataset.sample_shape
     step = subsampling_step(extent, MAX_PICTURE_EXTENT)
@@ -93,11 +93,11 @@ def _figure_title(shape: Sequence[int], tiles_per_axis: Sequence[int], replicas:
     if layer is None or layer.window is None:
         return text + replicas_text
     kernel_text = " × ".join(map(str, layer.window.kernel))
-    return f"{text}{replicas_text}, and what each rank sees for the layer '{layer.name}' (kernel {kernel_text})"
+    return f"{text}{replicas_text}, and each rank's view in the layer '{layer.name}' (kernel {kernel_text})"
 
 
 HALO_COLOUR, PADDING_COLOUR, SEAM_COLOUR = "tab:orange", "0.85", "tab:red"
-MAX_DRAWN_TILES = 36  # more tiles than this would be too small to read
+MAX_DRAWN_TILES = 36  # more tiles would be too small to read
 
 
 def write_tiles_picture(
@@ -109,14 +109,14 @@ def write_tiles_picture(
     views: Sequence[Box],
     title: str,
 ) -> None:
-    """Write a picture of `image` with the seams between its tiles, and, beside it, of up to 36 tiles with halos.
+    """Write a picture of `image` with the seams between its tiles and, if there are at most 36, of each tile's view.
 
     Parameters
     ----------
     image : array (h, w, C)
-        Pixels of the image; there may be fewer of them than cells in `extent`.
+        Pixels of the image, which may be subsampled.
     extent : (H, W)
-        Numbers of cells of the image; boxes are given in cells.
+        Extent of the whole image in cells, the unit of the boxes.
     tiles_per_axis : (rows, cols)
     tiles, views : owned cells and view of each tile; row-major
     """
@@ -164,7 +164,7 @@ def split_outside_box(box: Box, excluded: Box) -> Iterator[Box]:
 
 
 def _panels_size(rows: int, cols: int, panel_extent: Sequence[int]) -> tuple[float, float]:
-    """Return the total width and height of the panels in a common scale, with space for titles."""
+    """Return the total width and height of the panels on a common scale, with space for titles."""
     if not rows * cols * min(panel_extent):
         return 2.5, 0.0
     scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * panel_extent[0], cols * panel_extent[1])
@@ -200,7 +200,7 @@ def _draw_views(
 
 
 def _scale_to_rgb(image: np.ndarray) -> np.ndarray:
-    """Return an image as grey or colour in [0, 1]."""
+    """Return an image as RGB scaled to [0, 1], grey unless it has three channels."""
     image = image if image.shape[-1] in (1, 3) else image.mean(axis=-1, keepdims=True)
     low, high = float(image.min(initial=np.inf)), float(image.max(initial=-np.inf))
     scaled = (image - low) / (high - low) if high > low else np.zeros_like(image)

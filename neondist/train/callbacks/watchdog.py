@@ -122,7 +122,7 @@ class Watchdog(Hook):
         self._start_watch_thread()
 
     def after_run(self, run: TrainState) -> None:
-        """Forget the run."""
+        """Return to the signs of progress outside runs."""
         self.current_run = None
 
     on_stop = after_run
@@ -143,7 +143,7 @@ class Watchdog(Hook):
                 return self.end(self.world, self.timeout / 4)
 
     def _progress_marker(self) -> tuple[int, str]:
-        """Return the number of passes and, outside runs, the position in the code."""
+        """Return the number of events in passes and, outside runs, the position in the code."""
         activity = self.current_activity
         position = innermost_calls(self.watched_thread_id) if self.current_run is None else ""
         return 0 if activity is None else activity.event_count, position

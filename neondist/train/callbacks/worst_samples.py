@@ -28,8 +28,8 @@ MAX_WORST_SAMPLES, MAX_PICTURE_EXTENT = 12, 96
 class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection_split`, on rank 0, when all epochs are complete.
 
-    Nothing is written if there is only a training split, if samples are neither images nor volumes (shown by the middle
-    slice), or for a PyTorch loss that is not a mean over cells.
+    A volume is shown by its middle slice. Nothing is written if there is only a training split, if samples are neither
+    images nor volumes, or for a PyTorch loss that is not a mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ def find_worst_samples(
 
 
 def compute_sample_losses(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
-    """Return the cost of each sample on its own in float64, 0 if all cells are ignored, on every rank. Collective."""
+    """Return each sample's cost in float64, 0 if all its cells are ignored, on every rank. Collective."""
     cost_parts = parts_of(cost)
     sums = np.zeros((len(cost_parts) + len(weighted_mean_parts(cost)), len(split)))
     for sample_numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
@@ -129,7 +129,7 @@ def _assemble_middle_slices(
 ) -> np.ndarray:
     """Assemble samples (n, *extent, ...) on every rank from each rank's box. Collective.
 
-    Large images are subsampled, and volumes reduced to the middle slice; of a LazyTile, only those cells are read.
+    Large images are subsampled, and volumes reduced to the middle slice; only the cells shown are read from a LazyTile.
     """
     if not extent:
         return assemble_subsampled_images(grid, box, extent, 1, cells, first_sample)

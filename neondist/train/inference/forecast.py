@@ -1,4 +1,4 @@
-"""Forecasts of a trained network in NetCDF: single steps, or autoregressive rollouts."""
+"""Forecasts of a trained network, written to NetCDF: single steps, or autoregressive rollouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def forecast(
 ) -> tuple[int, ...]:
     """Write the forecasts of a checkpoint's network to NetCDF; return their shape (time, *extent, C). Collective.
 
-    Variables are in the units of the files, at their valid times, on the grid of the input.
+    The variables have the units and the grid of the input files, and are given at the valid times of the forecasts.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def forecast(
     checkpoint : path
         Checkpoint, written on any number of ranks.
     source : path
-        A pattern of files with the variables of the images.
+        Pattern of the files that contain the input variables.
     target : path
         A NetCDF file.
     grid : ProcessGrid, optional
@@ -72,8 +72,8 @@ def forecast(
     Raises
     ------
     UserError
-        On every rank: DataError for files that cannot be read, or do not match the network; ConfigError if
-        forecasts cannot be inputs.
+        On every rank: DataError for files that cannot be read, or do not match the network; ConfigError if the network
+        cannot compute the forecasts, such as a rollout without all inputs among its outputs.
     """
     grid = experiment.open_grid() if grid is None else grid
     settings = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
@@ -166,7 +166,7 @@ class FieldImages:
 
     @property
     def sample_extents(self) -> tuple[int, ...]:
-        """Extents of the axes that are samples."""
+        """Extents of the sample axes."""
         return self.shape[:1]
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
@@ -187,8 +187,7 @@ def require_outputs_cover_inputs(dataset: ClimateFiles, fields: FieldMetadata, s
     if dataset.lead < 1 or (dataset.lead > 1 and dataset.steps > 1):
         raise ConfigError(
             f"steps: inputs of {counted(dataset.steps, 'time')} with a lead of {dataset.lead} cannot be rolled out;"
-            " train with"
-            " lead: 1, or with steps: 1"
+            " train with lead: 1, or with steps: 1"
         )
 
 
@@ -242,7 +241,7 @@ def _roll_out(method: WholeImagePrediction, steps: int, fields: FieldMetadata, n
 
 
 class ForecastCoordinates(TileSource):
-    """Coordinates of forecasts: the grid of a variable, at other times.
+    """Coordinates of forecasts: the spatial grid of an input variable, and the times of the forecasts.
 
     Parameters
     ----------

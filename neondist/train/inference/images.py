@@ -36,7 +36,7 @@ class SourceSamples:
     ----------
     shape : (N, *spatial, C)
     sample_extents : tuple of int
-        Extents of the source's axes that are samples; () if the source is one image.
+        Extents of the source's sample axes; () if the source is one image.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SourceSamples:
         self.source.close()
 
     def sample_slices(self, samples: range) -> tuple[slice, ...]:
-        """Return slices of the sample axes for consecutive samples; for the first sample unless there is one axis."""
+        """Return slices of the sample axes for consecutive samples, or for the first one unless there is one axis."""
         if len(self.sample_extents) == 1:
             return (slice(samples.start, samples.stop),)
         sample_index = np.unravel_index(samples.start, self.sample_extents) if self.sample_extents else ()

@@ -21,7 +21,7 @@ def selected_output_kinds(raw: bool, probabilities: bool, classes: bool) -> list
 
 
 def check_output_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
-    """Raise ConfigError for kinds that need more output channels, or that this file format cannot store."""
+    """Raise ConfigError for kinds that need more output channels, or that the format of `path` cannot store."""
     if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
         raise ConfigError(f"{path}: JPEG is lossy and would change classes; choose .png")
     for kind in kinds:

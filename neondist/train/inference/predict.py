@@ -136,7 +136,7 @@ def predict_module(
 def _output_settings_to_compare(
     target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool
 ) -> dict[str, Any]:
-    """Return the settings about the output that must be equal on all ranks."""
+    """Return the output settings that must be equal on all ranks."""
     return {"the target": target, "the list of outputs": kinds, "block": block, "overwrite": overwrite}
 
 

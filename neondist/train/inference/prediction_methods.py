@@ -33,7 +33,7 @@ from .images import SourceSamples
 DEFAULT_BLOCK_EXTENT_BY_NDIM = {1: 1 << 18, 2: 2048, 3: 256}
 """Default cells along each axis of a block, by the number of axes."""
 MAX_CHUNK_CACHE_BYTES = 1 << 28
-"""Largest cache of decoded chunks of a rank in bytes."""
+"""Largest size in bytes of a rank's cache of decoded chunks."""
 
 
 class PredictionMethod(ABC):
@@ -304,7 +304,7 @@ def _plan_largest_fitting_batch(
 
 
 def chunk_cache_bytes(images: SourceSamples, memory_limit: int) -> int:
-    """Return the cache size for decoded chunks of a rank in bytes."""
+    """Return the size in bytes of a rank's cache of decoded chunks."""
     return 0 if images.source.chunks is None else min(MAX_CHUNK_CACHE_BYTES, memory_limit // 4)
 
 
@@ -319,7 +319,7 @@ def compile_forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, ba
 
 
 def memory_limit_per_rank(memory: int | None, ranks: int, backend: str | None = None) -> int:
-    """Return the memory limit of a rank for a network in bytes."""
+    """Return the memory limit in bytes of a network on a rank."""
     if memory is not None:
         return model_bytes_per_rank(memory, count_local_ranks(ranks), backend)
     available_bytes = free_bytes()
@@ -327,7 +327,7 @@ def memory_limit_per_rank(memory: int | None, ranks: int, backend: str | None = 
 
 
 def _peak_bytes_per_rank(plan: Plan) -> int:
-    """Return the peak bytes of a rank for whole images: the network, and images read and written."""
+    """Return a rank's peak memory in bytes for whole images: the network, and the images read and written."""
     io_bytes = 0
     for shape in (plan.input_shape, plan.output_shape):
         io_bytes += plan.grid.partition(shape[:-1]).max_tile_size * shape[-1] * plan.samples(0) * plan.itemsize
