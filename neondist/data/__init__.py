@@ -1,7 +1,8 @@
 """Data sets that give every rank its tile of each image and label map, and all other labels.
 
-base: base class. split: samples and their targets. datasets: the data sets included in neondist. cache: tiles cached
-between runs. convert: conversion to HDF5. split_source, chunks: sources of a conversion, and chunk shapes.
+base: base class. split: samples and their targets. augment: random transforms. datasets: the data sets included in
+neondist. records: readers of records. cache: tiles cached between runs. convert, split_source, chunks: conversion to
+HDF5, its sources, and chunk shapes. csv_table, raw_values: label tables, and conversion of raw values.
 """
 
 from .base import Dataset

@@ -304,7 +304,7 @@ def count_named_classes(classes: int | None, names: Sequence[str] | None) -> int
 
 
 def require_fraction_or_count(field: str, share: Any) -> None:
-    """Raise ConfigError unless `share` is a fraction or a number of samples to hold out for another split."""
+    """Raise ConfigError unless `share` is None, or a fraction or number of samples to hold out for another split."""
     is_count = isinstance(share, Integral) and not isinstance(share, bool)
     if share is not None and not (share > 0 if is_count else _is_fraction(share)):
         raise ConfigError(

@@ -170,7 +170,7 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _is_not_a_cache(path: Path) -> bool:
-    """Return whether a file is certainly no cache: neither of this nor of another version, intact or damaged."""
+    """Return whether a file is certainly not a cache of any version, intact or damaged."""
     import h5py
 
     try:

@@ -142,7 +142,7 @@ class Split:
         return shuffled_indices(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def properties_equal_on_all_ranks(self) -> str:
-        """Return, as text, the properties that must agree on all ranks: size, scale, and labels that are not maps."""
+        """Return as text the properties that must agree on all ranks: size, normalisation, and labels except maps."""
         includes_labels = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if includes_labels else ""  # type: ignore[arg-type]
         factor, subtrahend = self.factor_and_subtrahend
@@ -255,7 +255,7 @@ def tile_shape(tiles: TileArray) -> tuple[int, ...]:
 
 
 def are_label_maps(labels: TileArray, box: Box) -> bool:
-    """Return whether labels are tiles (N, *tile, ...) of maps."""
+    """Return whether labels are tiles of label maps (N, *tile, ...)."""
     return len(tile_shape(labels)) >= len(box.lo)
 
 

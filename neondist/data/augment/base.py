@@ -41,7 +41,7 @@ class RandomDraw:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The spatial axes of the whole image."""
+        """Spatial extents of the whole image."""
         return self.shape[:-1]
 
     def stream_indices(self, shape: tuple[int, ...], cells: Sequence[slice]) -> np.ndarray:
@@ -63,11 +63,11 @@ class Transform(Registered, ABC):
         """Raise ConfigError if images (*spatial, C) cannot be transformed."""
 
     def applies_to(self, draw: RandomDraw) -> bool:
-        """Whether this sample is transformed in this epoch; the probability is `rate`."""
+        """Return whether this sample is transformed in this epoch; the probability is `rate`."""
         return draw.random_numbers[0] < self.rate
 
     def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return a box that contains `source_box` of a box for any random draw."""
+        """Return a box that contains `source_box(box, draw)` for every random draw."""
         return box
 
     def source_box(self, box: Box, draw: RandomDraw) -> Box:

@@ -102,4 +102,4 @@ class Elastic(Transform):
         return weighted_points, slice(first_knot, int(knot[-1]) + 4)
 
 
-_BLOCK_CELLS = 1 << 14  # cells
+_BLOCK_CELLS = 1 << 14  # number of cells computed at a time

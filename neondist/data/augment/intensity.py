@@ -76,4 +76,4 @@ class Noise(Transform):
         return cells
 
 
-_BLOCK_CELLS = 1 << 14  # cells
+_BLOCK_CELLS = 1 << 14  # number of cells computed at a time

@@ -130,8 +130,7 @@ class Shift(Transform):
         if self.mode == "reflect" and self.max >= min(shape[:-1]):
             raise ConfigError(
                 f"Shift: max: images of shape {tuple(shape)} cannot be reflected by {counted(self.max, 'cell')};"
-                " give less than"
-                f" {min(shape[:-1])}, or mode: replicate"
+                f" give less than {min(shape[:-1])}, or mode: replicate"
             )
 
     def max_source_box(self, box: Box, extent: Sequence[int]) -> Box:

@@ -20,8 +20,8 @@ CellReader: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
 class AugmentedTile:
     """A box of each image after all transforms, computed from the cells that it depends on.
 
-    Random draws are functions of the seed, epoch, sample and global cell, and transforms are defined on whole images.
-    So the result does not depend on the grid, the batches or the order of reading.
+    Random draws are functions of the seed, epoch, sample and global cell, and transforms are defined on whole images,
+    so the result does not depend on the grid, the batches or the order of reading.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ class CIFAR10(CachedDataset):
         return self.cifar10_files.files()
 
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
-        """Return one tile of all images, all classes, and the md5 of the batches."""
+        """Return one tile of all images, all labels, and the md5 of the batches."""
         arrays: ArraysByName = {}
         cells = (slice(None), *tile)
         digest = hashlib.md5(usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""Time series of variables over several files, read by boxes."""
+"""Time series of variables in several files, read box by box."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..raw_values import fill_missing
 from .hdf5_tiles import contiguous_runs
 from .image_lists import match_files
 
-_MAX_OPEN_VARIABLES = 64  # maximum number of open variables
+_MAX_OPEN_VARIABLES = 64
 _MAX_STEP_RATIO = 1.5  # longest regular step, relative to the usual one: months have 28 to 31 days
 _COORDINATE_TOLERANCE = 1e-4  # relative to the grid spacing: files may store coordinates in different precision
 

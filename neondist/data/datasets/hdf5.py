@@ -19,7 +19,7 @@ from ..raw_values import white_value
 from .hdf5_source import ArrayInfo, HDF5GroupInfo, hash_content, read_group_info
 from .hdf5_tiles import HDF5Array, HDF5Targets, PrefetchingSplit
 
-_MAX_CLASSES = 2**31  # classes
+_MAX_CLASSES = 2**31
 _DEFAULT_TEST_SHARE = 0.1
 
 
@@ -37,7 +37,7 @@ class HDF5Dataset(Dataset):
         Names of the arrays in each group. Labels are classes (N,), targets (N, K), or maps (N, H, W) or (N, H, W, K)
         with the spatial extent of the network's output.
     train : str
-        Name of the training group; '/' is the file itself.
+        Name of the training group; '/' is the root of the file.
     test : str or mapping
         The test group, which may be missing if it has the default name; or another file, as for `validation`.
     test_share : float, optional

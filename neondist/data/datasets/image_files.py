@@ -300,9 +300,7 @@ class ImageFiles(Dataset):
 def _files_of_split(
     split: str, option: str | Mapping[str, str | Sequence[str]], labels: str
 ) -> Mapping[str, str | Sequence[str]]:
-    """Return the patterns of the images and labels of a split; without a pattern of images, a table selects
-    the images of the split among the training images.
-    """
+    """Return the patterns of a split's images and labels; without the former, a table selects from the images."""
     if isinstance(option, str):
         option = {"labels": option} if option.lower().endswith(".csv") else {"images": option}
     is_table = str(option.get("labels", "")).lower().endswith(".csv")

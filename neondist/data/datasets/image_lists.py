@@ -44,7 +44,7 @@ class ImageEntry:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The spatial axes."""
+        """Spatial extents of the image."""
         return self.shape[:-1]
 
 
@@ -63,7 +63,8 @@ def match_files(field: str, pattern: str) -> list[str]:
 def match_images(field: str, patterns: str | Sequence[str], labels: str) -> list[str]:
     """Return the files that match a pattern, except masks: a.png and a_mask.png may be in one folder.
 
-    With several patterns, an image is one file per pattern, joined by commas, with the same varying part of the path.
+    With several patterns, an image has one file per pattern, matched by the varying part of the path; the result has
+    their names joined by commas.
     """
     names_by_pattern = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -133,7 +133,7 @@ class MNIST(CachedDataset):
         return [file.path_in(self.folder) for file in ALL_FILES]
 
     def decode(self, tile: tuple[slice, ...]) -> ArraysByName:
-        """Return one tile of all digits, all classes, and the md5 of the unpacked image files."""
+        """Return one tile of all images, all labels, and the md5 of the unpacked image files."""
         arrays: ArraysByName = {}
         digests = []
         for name, pair in _FILES_BY_SPLIT.items():

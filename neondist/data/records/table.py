@@ -12,7 +12,7 @@ from .base import BadRecordError, RecordReader
 
 
 class SQLTableRecords(RecordReader):
-    """Rows of a table or view, read at once: ordered by the primary key, if any, or as returned by the database.
+    """Rows of a table or view, all read at once: ordered by the primary key, if any, or as returned by the database.
 
     Rows are arrays of float64, or of text if the first row has text or dates; in text, a missing value is empty.
 
