@@ -113,8 +113,8 @@ class Warmup(Schedule):
 class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
-    The curve of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, as a function of
-    the epoch: it peaks at `rise * epochs` and ends after `epochs`, whereas PyTorch's peaks and ends one step earlier.
+    Follows the curve of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, but peaks
+    at epoch `rise * epochs` and ends at epoch `epochs`, whereas PyTorch's schedule peaks and ends one step earlier.
 
     Parameters
     ----------
