@@ -14,7 +14,7 @@ from ..registry import Registered
 from .output_layout import OutputLayout
 
 MetricValue: TypeAlias = "float | list[Any]"
-"""A number, a list with one value per class or channel, or a table; NaN if all cells are ignored."""
+"""A number, a list with one value per class or channel, or a list of rows; NaN if all cells are ignored."""
 
 
 class Metric(Registered, ABC):
@@ -84,7 +84,7 @@ class Meter:
 class PerSampleMetric(Metric):
     """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
-    #: number of extra cells after the end of a part, along each axis, that its sums need
+    #: number of extra cells that the sums of a block need after its end, along each axis
     overlap_cells = 0
 
     @abstractmethod

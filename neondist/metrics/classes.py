@@ -28,7 +28,7 @@ def scores_and_labels(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, n
 
 
 class Accuracy(Metric):
-    """Share of samples (or cells) whose largest output is that of their label; ties go to the lower class.
+    """Fraction of samples (or cells) whose largest output is that of their label; ties go to the lower class.
 
     A single output predicts class 1 if it is above 0; labels are then 0 and 1. NaN if targets are real numbers.
     """

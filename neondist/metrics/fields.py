@@ -1,4 +1,4 @@
-"""Errors of forecasts per variable, in the variable's units: RMSE, MAE, bias, R² and the anomaly correlation."""
+"""Metrics of forecasts per variable: RMSE, MAE and bias in its units, R², and the anomaly correlation."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class R2(PerChannelMetric):
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
     def create_meter(self, outputs: OutputLayout) -> Meter:
-        """Return the accumulator of one evaluation, which sums normalised values: their squares are more accurate."""
+        """Return the accumulator of one evaluation; it sums normalised values, whose squares are more accurate."""
         return _NormalisedUnitsMeter(self, outputs)
 
 

@@ -14,7 +14,7 @@ from .base import PerSampleMetric
 from .output_layout import OutputLayout
 
 _SSIM_LINES_PER_BLOCK = 64
-"""Lines per block, such that intermediate results fit in the cache."""
+"""Number of lines per block, chosen so that intermediate results fit in the cache."""
 
 
 class PSNR(PerSampleMetric):

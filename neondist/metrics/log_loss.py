@@ -14,7 +14,8 @@ from .classes import scores_and_labels
 class LogLoss(Metric):
     """Mean of -log p of the label over samples (and cells), where p is the softmax of the outputs.
 
-    With a single output, p of class 1 is the output's logistic function; NaN if targets are then real numbers.
+    With a single output, p of class 1 is the logistic function of the output, and the result is NaN if targets are real
+    numbers.
     """
 
     name = "log_loss"

@@ -11,7 +11,7 @@ from .classes import scores_and_labels
 
 
 class Misclassification(Metric):
-    """Share of samples (or cells) whose largest output is not that of their label; ties go to the lower class.
+    """Fraction of samples (or cells) whose largest output is not that of their label; ties go to the lower class.
 
     A single output predicts class 1 if it is above 0; labels are then 0 and 1. NaN if targets are real numbers, which
     have no classes.

@@ -56,7 +56,7 @@ class OutputLayout:
         return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
 
     def sum_over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
-        """Return the sum over the tiles if outputs of a local shape are a tile, else `sums`. Collective over tiles."""
+        """Return the sum over the tiles if the local shape is that of a tile, else `sums`. Collective over tiles."""
         return self._reductions.allreduce("tiles", sums.copy()) if self._is_tile_shape(shape) else sums
 
     def gather_view(self, tile: np.ndarray, window: Window) -> np.ndarray:

@@ -27,14 +27,13 @@ class ROCAUC(Metric):
     Parameters
     ----------
     bins : int, optional
-        Number of values to which probabilities are quantised. Default: no quantisation; the area is exact.
+        Number of bins to which probabilities are quantised. Default: no quantisation; the area is exact.
 
     Raises
     ------
     DataError
-        At the end of an evaluation, if there are too many distinct scores. A rank stores 24 bytes per distinct score
-        and class; at the end of an evaluation, each rank stores the scores of all ranks. The limit per class is `bins`
-        scores, or 16.8 million without bins.
+        At the end of an evaluation, if a class has more than 16.8 million distinct scores; `bins` limits their number.
+        A rank stores 24 bytes per distinct score and class; at the end, each rank stores the scores of all ranks.
     """
 
     name = "roc_auc"
@@ -129,7 +128,7 @@ def _merge_score_tables(tables: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _area_under_curve(distinct_scores: np.ndarray, positive_counts: np.ndarray, negative_counts: np.ndarray) -> float:
-    """Return the share of pairs of a positive and a negative in which the positive's score is larger; a tie is half."""
+    """Return the fraction of (positive, negative) pairs whose positive has the larger score; a tie counts as half."""
     pairs = positive_counts.sum() * negative_counts.sum()
     below = np.cumsum(negative_counts) - negative_counts / 2
     return float(positive_counts @ below / pairs) if pairs and not np.isnan(distinct_scores).any() else float("nan")

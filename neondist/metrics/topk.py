@@ -15,7 +15,7 @@ from .classes import scores_and_labels
 
 
 class TopK(Metric):
-    """Share of samples (or cells) whose label is not among the `k` largest outputs; ties go to the lower classes.
+    """Fraction of samples (or cells) whose label is not among the `k` largest outputs; ties go to the lower classes.
 
     NaN if targets are real numbers, which have no classes.
 
