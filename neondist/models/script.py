@@ -68,4 +68,4 @@ class TrainingScriptAdapter:
         return {}
 
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
-        """Restore the result of `settings`, possibly from another rank count; raise ValueError if it does not fit."""
+        """Restore the result of `settings`, possibly of another number of ranks; raise ValueError if it is invalid."""

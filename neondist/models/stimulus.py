@@ -45,7 +45,7 @@ def optimal_stimulus(
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.node_ends[layer + 1][1]][:-1]
     node, own_box = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].output_tile if node.leaves == [node] else own_box  # in a segment, has other ranks' cells
+    tile = node.leaves[0].output_tile if node.leaves == [node] else own_box  # larger than `own_box` in a segment
     # boxes of other ranks' units are empty; a vector is whole on every rank
     boxes = [own_box.intersect(Box.from_ranges([(at, at + 1) for at in unit[:-1]])).relative_to(tile) for unit in units]
     indices = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]

@@ -219,7 +219,7 @@ class ModelStep(LayerModelStep):
 
 
 def _check_cost_result(cost: Cost, method: str, result: Any, y: Any, shape: tuple[int, ...]) -> None:
-    """Raise PlanMismatchError, naming the cost, if a result has a wrong shape or type, or a gradient is too narrow."""
+    """Raise PlanMismatchError, naming the cost, if a result has a wrong shape, or a wrong or too narrow dtype."""
     result_shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", y.dtype)
     if shape and result_shape == shape and dtype.kind == "f" and dtype.itemsize >= y.dtype.itemsize:
         return

@@ -141,7 +141,7 @@ class TrainableModel(Registered, Trainable, ABC):
     remote_update : RemoteUpdate or None
         Update of the parameters that replaces the optimiser's.
     precision : ComputePrecision
-        Precision of the operands of products.
+        Precision of the operands of convolutions and matrix products.
     loss_scaler : LossScaler or None
         Scales the loss if gradients of that precision may underflow; known after `build`.
     available_bytes_per_rank : int or None
