@@ -104,7 +104,7 @@ class LayerDescription(Node):
     #: whether the halo belongs to the output: added in fprop and gathered in bprop
     adds_output_halo = False
     layout: type[Replicate] = Replicate
-    #: reason why the layer cannot compute cells of other tiles, if any besides partitioned parameters
+    #: reason, other than partitioned parameters, why the layer cannot compute cells of other tiles; '' if there is none
     recompute_blocker = ""
     #: whether, in strips and blocks, the view is that of `receptive_window_for`, and the layer exchanges no halo
     views_receptive_window_in_strips = False
@@ -158,7 +158,7 @@ class LayerDescription(Node):
         return [] if window is None else [(input_shape, window)]
 
     def gathered_gradient_shape_and_window(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
-        """Return shape and window of the array whose halo is gathered in bprop; None if the input's is scattered."""
+        """Return shape and window of the array whose halo is gathered in bprop; None to scatter the input's halo."""
         if self.scheme is not None and self.scheme.gradients == "gather" and self.window_for(input_shape) is not None:
             raise ConfigError(
                 "scheme: backward 'gather' needs a convolution padded with zeros; use 'auto' or 'scatter'"
@@ -170,7 +170,7 @@ class LayerDescription(Node):
         return None
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return a step's reductions over ranks: at most one before `forward`, one before `backward`."""
+        """Return a step's reductions over ranks: at most one before `forward` and one before `backward`."""
         return []
 
     def reduces_over_image(self, input_shape: Shape) -> bool:
@@ -220,8 +220,8 @@ class Layer(LayerDescription):
     forward_reads_only_reduced : bool
         Whether `forward` reads only `ctx.reduced`. Set in the class that defines `forward`.
     fusible_activation_kind : str
-        Name of the attribute that must be true for a following activation, so that the layer can fuse this activation
-        into its own pass over memory, as `ctx.activation`. Set in the classes that define `forward` and `backward`.
+        Name of the attribute that must be true of a following activation for the layer to fuse it into its own pass
+        over memory, as `ctx.activation`. Set in the classes that define `forward` and `backward`.
     can_apply_input_relu_gradient : bool
         Whether, with `ctx.applies_input_relu_gradient`, `backward` zeroes the gradient where the input is not positive.
         Set in the class that defines `forward` and `backward`.
@@ -236,8 +236,8 @@ class Layer(LayerDescription):
     is_activation_only : bool
         Whether the layer only applies `activation`. Set in the class that defines `forward`.
     gathered_gradient_array, scattered_output_array : GlobalArray or None
-        Arrays of layers whose output gradients are gathered before `input_gradient`, and of layers whose windows slide
-        over the output: there, results of `forward` are sent to the tiles that own the cells, and added.
+        The former has the output gradients that are gathered before `input_gradient`. The latter is for layers whose
+        windows slide over the output: results of `forward` are sent to the tiles that own the cells, and added there.
     """
 
     has_dist_counterpart = True

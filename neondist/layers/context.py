@@ -224,7 +224,7 @@ class StepContext:
         return array if is_counted else 0 * array
 
     def random(self, purpose: str) -> CellRandom:
-        """Return random numbers for all cells of the input tile, keyed by seed, purpose, layer, step, GLOBAL index."""
+        """Return random numbers for the input tile's cells, keyed by seed, purpose, layer, step and global index."""
         layer = self._layer
         stream_key = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
         return CellRandom(stream_key, self.samples, self.input_tile, layer.input_shape, self.xp)

@@ -71,7 +71,7 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
 
 
 def _check_parameter(layer: Layer, name: str, parameter: Parameter, input_shape: Shape, output: Shape) -> None:
-    """Raise ConfigError unless the parameter can be divided as its layout says."""
+    """Raise ConfigError unless the parameter can be divided as its layout requires."""
     layout, shape = parameter.layout, parameter.shape
     if isinstance(layout, Tiled) and (layout.ndim, shape[: layout.ndim]) != (len(output) - 1, output[:-1]):
         raise ConfigError(
@@ -105,14 +105,13 @@ def _check_independence_of_tiles(
             )
     if extent and not is_image and "forward" not in reduced_directions:
         raise ConfigError(
-            f"the output {output} has no spatial axes, so that it must be the same on all tiles of an image;"
+            f"the output {output} has no spatial axes, so it must be the same on all tiles of an image;"
             " compute it in reduce, declare the reduction in reductions_for, and return ctx.reduced"
         )
     if not extent and is_image and layer.has_input_gradient and "backward" not in reduced_directions:
         raise ConfigError(
-            f"the input {input_shape} has no spatial axes, so that its gradient is a sum over the tiles of the"
-            " output; compute it in reduce_backward, declare the reduction in reductions_for, and return"
-            " ctx.reduced"
+            f"the input {input_shape} has no spatial axes, so its gradient is a sum over the tiles of the output;"
+            " compute it in reduce_backward, declare the reduction in reductions_for, and return ctx.reduced"
         )
 
 

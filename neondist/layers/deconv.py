@@ -22,9 +22,9 @@ class DeconvLayer(Layer):
     """Transposed convolution, the adjoint of a convolution from the output to the input (Zeiler et al. 2010).
 
     The window slides over the OUTPUT: in fprop, values in the halo are added to those of their owners; in bprop, the
-    halo is gathered. Input (N, *spatial, C) and output (N, *spatial', out_channels), per tile. The global extent is
-    (n - 1) stride - both paddings + dilation (kernel - 1) + 1 + output_padding, as in torch.nn.ConvTranspose2d.
-    Parameters 'weights' (*kernel, C / groups, out_channels) and 'bias'.
+    halo is gathered. Input (N, *spatial, C) and output (N, *spatial', out_channels), per tile. The global output extent
+    is (n - 1) stride - both paddings + dilation (kernel - 1) + 1 + output_padding, as in torch.nn.ConvTranspose2d.
+    Parameters 'weights' (*kernel, C / groups, out_channels) and 'bias' (out_channels,).
 
     Parameters
     ----------

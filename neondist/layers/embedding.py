@@ -65,8 +65,8 @@ class EmbeddingLayer(Layer):
         if is_invalid.any():
             raise DataError(
                 f"layer '{self.name}': id {view[is_invalid][0]:g} is not in the table of"
-                f" {counted(self.num_embeddings, 'row')}; give"
-                f" whole numbers from 0 to {self.num_embeddings - 1}, or a larger num_embeddings"
+                f" {counted(self.num_embeddings, 'row')}; give whole numbers from 0 to {self.num_embeddings - 1}, or a"
+                " larger num_embeddings"
             )
         ids = view.astype("i8")
         ctx.save(ids=ids.reshape(-1), seen=shape)

@@ -60,7 +60,7 @@ class PoolingLayer(Layer):
 
 
 class MaxPoolingLayer(PoolingLayer):
-    """Maximum over each window, ignoring padding; of equal cells, the first in row-major order counts."""
+    """Maximum over each window, ignoring padding; the gradient of a tie goes to its first cell in row-major order."""
 
     saves_input = saves_output = False
     can_apply_input_relu_gradient = True
