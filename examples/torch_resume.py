@@ -32,7 +32,7 @@ def draw_batch(step):
     return stripes + 0.3 * torch.randn(4, 1, HEIGHT, WIDTH, generator=generator), kinds
 
 
-torch.set_default_dtype(torch.float64)  # for comparison of the last digits
+torch.set_default_dtype(torch.float64)  # so that all printed digits agree
 torch.manual_seed(1)
 model = ndt.distribute(build_network(), (4, 1, HEIGHT, WIDTH))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

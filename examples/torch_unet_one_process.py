@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-HEIGHT, WIDTH = 157, 203  # sizes need not be divisible
+HEIGHT, WIDTH = 157, 203  # not divisible by the number of tiles
 
 
 class Block(nn.Sequential):
@@ -53,7 +53,7 @@ def draw_sample(step):
     return (truth[:, None] > 0) + 0.3 * torch.randn(1, 1, HEIGHT, WIDTH, generator=generator), truth
 
 
-torch.set_default_dtype(torch.float64)  # for comparison of the last digits
+torch.set_default_dtype(torch.float64)  # so that all printed digits agree
 torch.manual_seed(1)
 model = UNet()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
