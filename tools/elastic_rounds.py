@@ -58,7 +58,7 @@ def draw_command(rng: random.Random, tiles: str, bounds: str | None, digits: boo
 
 
 def vary_slots(folder: Path, bounds: str, width: int, rng: random.Random, ended: threading.Event) -> None:
-    """Change the number of slots at random intervals, to any number between those of MIN and MAX workers."""
+    """Change the number of slots at random intervals, within the slots of MIN to MAX workers."""
     low, high = map(int, bounds.split(":"))
     slots = high
     while True:

@@ -2,11 +2,11 @@
 
 python tools/failure_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
 
-A round kills a rank, a node's daemon, mpirun or the supervisor (then `--resume auto`), stops a rank, or does two of
-these at the same time, once or twice. A round fails if the job reports success prematurely, loses a step of a
-snapshot, leaves a process or a file behind, resumes late, or ends with different weights than an undisturbed job. At
-the end, the tool prints the seconds from each kind of event to the end of the first step after it. Requires Linux and
-root.
+A round causes one failure, or two at the same time, once or twice: it kills a rank, the daemon of a node, mpirun or the
+supervisor (and resumes with `--resume auto`), or stops a rank. A round fails if the job reports success prematurely,
+loses a step of a snapshot, leaves a process or a file behind, resumes late, or ends with weights that differ from those
+of an undisturbed job. At the end, the tool prints the seconds from each kind of event to the end of the first step
+after it. Requires Linux and root.
 """
 
 from __future__ import annotations

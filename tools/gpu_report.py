@@ -1,6 +1,6 @@
 """`make test-gpu`: benchmark of a GPU in a few minutes; writes a table between the markers of docs/gpu.md.
 
-python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet]
+python tools/gpu_report.py [--page FILE] [--seconds 480] [--networks resnet,unet]
 
 Checks that training of layers and of a PyTorch module gives equal results on 1, 2 and 4 ranks that share the GPU.
 Compares steps of networks of `neondist bench suite`, as layers and as distributed PyTorch modules, with eager and
@@ -279,8 +279,9 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
         yield f"| {ranks} | {differences[0]:.1e} | {differences[1]:.1e} |"
     halo = card.run_job("halos", 2)
     exchange, copy = halo["seconds"]
-    sizes = f"{' × '.join(map(str, halo['shape']))} on 2 ranks, {int(halo['bytes']) / 1e6:.2f} MB each"
-    yield from ("", f"A halo of {sizes}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", "")
+    shape_text, megabytes = " × ".join(map(str, halo["shape"])), int(halo["bytes"]) / 1e6
+    yield from ("", f"Exchanging the halo of an array of shape {shape_text} between 2 ranks ({megabytes:.2f} MB each)")
+    yield from (f"takes {1e6 * exchange:.0f} µs, {exchange / copy:.1f} times as long as a copy on the device.", "")
     yield "| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Distributed module ÷ eager |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for network in networks:

@@ -189,7 +189,7 @@ def predict_and_measure(
             for _ in range(count):
                 step()
             measured.append(max(world.allgather(time.perf_counter() - begin)) / count)
-    return median(predicted[1:] or [0.0]), median(measured[1:])  # without the first turn
+    return median(predicted[1:] or [0.0]), median(measured[1:])  # without the first round
 
 
 def run_ranks(ranks: int, arguments: Sequence[str]) -> tuple[float, float]:

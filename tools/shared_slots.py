@@ -4,7 +4,7 @@ python tools/shared_slots.py [--slots 6] [--workers 4] [--seconds 1] [--minibatc
 
 Workers sleep for a fixed time per minibatch, in place of the computation on a separate core or device, so that six
 slots can be tested on a machine with fewer cores. The start of a process is not simulated, and takes longer on few
-cores. Both pairs run the same command except for --num-workers: 1:4 elastic; 4:4 as a gang, which waits for 4 slots.
+cores. The two pairs of jobs differ only in --num-workers: 1:4 is elastic; 4:4 is a gang, which waits for 4 slots.
 
 The tool prints the makespans, from the submission of the first job to the end of the second, and how long the second
 job waits for its first slots after it has imported its libraries and checked its input.

@@ -47,7 +47,7 @@ def test_miniature_report(tool, monkeypatch, tmp_path):
     differences = re.findall(r"^\| ([24]) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     assert [ranks for ranks, *_ in differences] == ["2", "4"]
     assert all(float(worst) < 1e-10 for _, *values in differences for worst in values)
-    assert re.search(r"A halo of 2 × 8 × 8 × 3 on 2 ranks, .* × a copy on the device", text)
+    assert re.search(r"halo of an array of shape 2 × 8 × 8 × 3 between 2 ranks .*\n.* as long as a copy on the", text)
     assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run \(time limit\) \| not run \| [\d.]+ \|", text)
     assert re.search(r"\| small, no such \| not run \(.*precision", text)
     page = tmp_path / "gpu.md"
