@@ -1,6 +1,6 @@
-"""neondist: convolutional networks on samples split over MPI ranks, with the results of one process.
+"""neondist: convolutional networks on samples tiled over MPI ranks, with the results of one process.
 
-Importing neondist starts no MPI and imports neither PyTorch nor h5py.
+Importing neondist does not initialise MPI, and imports neither PyTorch nor h5py.
 """
 
 from .system import early_setup  # noqa: F401 - before all else

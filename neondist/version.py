@@ -34,7 +34,7 @@ def unsupported_torch_remedy(version: str) -> str:
         return ""
     oldest, unsupported = (".".join(map(str, bound)) for bound in SUPPORTED_TORCH_RANGE)
     return (
-        f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {unsupported};"
+        f"PyTorch {version} is not supported: neondist.torch requires {oldest} or newer, below {unsupported};"
         f" pip install 'torch>={oldest},<{unsupported}'"
     )
 

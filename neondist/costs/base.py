@@ -113,9 +113,9 @@ class Cost(Registered, ABC):
         if outputs == 1:
             with set_error_subject(self):
                 raise ConfigError(
-                    f"cost: {type(self).__name__} applies a softmax, which is 1 for any single output, so that nothing"
-                    " is trained; use BCE for two classes with one output, MSE for a number, or give the last layer"
-                    " an output per class"
+                    f"cost: {type(self).__name__} applies a softmax, which is always 1 for a single output, so nothing"
+                    " would be trained; use BCE for two classes with one output, MSE for a number, or give the last"
+                    " layer an output per class"
                 )
 
     def check_output_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:

@@ -23,5 +23,5 @@ class Initializer(Registered, ABC):
         indices : uint64 array
             Row-major indices of the entries in the whole parameter.
         fan_in, fan_out : int
-            Inputs that one output cell sees, and outputs that one input cell reaches.
+            Number of inputs on which each output depends, and of outputs that each input affects.
         """

@@ -1,7 +1,7 @@
 """Sums of gradients over ranks in fewer bytes, with error feedback: the residual of a step is added in the next step.
 
 Nothing is lost: the result and the residuals of all ranks add up to the exact sum, apart from rounding. All arrays are
-flat arrays of the host.
+flat arrays on the host.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Compressor(ABC):
         """Return the sum over all ranks, and the residual of this rank's gradients. Collective."""
 
     def store_state_for_next_step(self) -> None:
-        """Keep what the next step needs, once the last sum is known to be finite."""
+        """Store state for the next step, once the last sum is known to be finite."""
         return
 
     def split_by_parameter(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -126,7 +126,7 @@ class Float16Compressor(HalfPrecisionCompressor):
 
 
 class BFloat16Compressor(HalfPrecisionCompressor):
-    """The first 16 bits of a float32, rounded to nearest (ties to even)."""
+    """The most significant 16 bits of a float32, rounded to nearest (ties to even)."""
 
     precision, largest = BFLOAT16, 3.3895e38
 

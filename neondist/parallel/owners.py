@@ -37,8 +37,8 @@ class OwnedParts:
     shares : sequence of OwnerBoxes
         Owners' boxes of the parameters, which are contiguous in the flat arrays.
     sparse_row_lengths : sequence of int, optional
-        Row length of each parameter; 0 if it is dense. Of sparse parameters, only rows of gradients that are not 0, and
-        rows of values that have changed, are sent, unless a part is not contiguous.
+        Row length of each parameter; 0 if it is dense. For sparse parameters whose parts are all contiguous, only
+        non-zero rows of gradients and changed rows of values are sent.
 
     Attributes
     ----------

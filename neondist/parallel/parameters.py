@@ -111,7 +111,7 @@ class Parameters:
             Whether only `update` needs the sums: if so, gradients of parameters with owners are summed only on their
             owners, and compressors are used; otherwise, every rank receives uncompressed sums.
         loss_scale : float
-            Factor that the gradients contain and the sums must not.
+            Factor by which the gradients have been multiplied; the sums are divided by it.
         """
         with self.grid.observers.observe("sync"):
             owned, packed = self.grads[self.owned_start :], self.compressed.gradients

@@ -1,4 +1,4 @@
-"""Some of a model's parameters, trained without the others."""
+"""A subset of a model's parameters, trained without the others."""
 
 from __future__ import annotations
 

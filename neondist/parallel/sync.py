@@ -12,7 +12,7 @@ from ..comm import ProcessGrid, Reductions, Request
 from .flags import FLAG_HEADER_LENGTH, ControlFlag, ControlFlags
 
 FlatRange = tuple[int, int]
-"""Start and stop of a parameter among the gradients."""
+"""Start and stop of a parameter in the flat gradients."""
 
 _FINITE_CHECK_ELEMENTS = 1 << 20
 """Entries checked at a time along the first axis: a mask of all entries would take a quarter of the array's memory."""
@@ -31,7 +31,7 @@ def are_all_finite(array: Any) -> Any:
 
 
 class GradientSync(ABC):
-    """Base of classes that replace this rank's shares of the gradients by their sums over all ranks.
+    """Base class of synchronisers, which replace this rank's contributions to the gradients by sums over all ranks.
 
     Parameters
     ----------

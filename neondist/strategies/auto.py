@@ -1,4 +1,4 @@
-"""Choice, by a cost model, of the strategy with the fastest step among those that fit in memory."""
+"""Selection, by a cost model, of the strategy with the fastest step among those that fit in memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def estimate_sync_costs(
 
 
 class AutoStrategy(StrategyBuilder):
-    """The builder with the fastest step according to a cost model of links and memory; `Auto` in files.
+    """Selection of the builder with the fastest step by a cost model of links and memory; `Auto` in files.
 
     Ties are broken by name. `neondist plan` chooses the grid as well, for a machine and a network.
 

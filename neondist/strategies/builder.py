@@ -1,4 +1,4 @@
-"""Base of strategy builders."""
+"""Base class of strategy builders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeviceCounts(Protocol):
 
 
 class StrategyBuilder(Registered, ABC):
-    """Base of builders, which create a strategy for any list of parameters.
+    """Base class of builders, which create a strategy for any list of parameters.
 
     Subclasses implement `assign`.
     """

@@ -34,7 +34,8 @@ class ParameterStrategy:
     Attributes
     ----------
     kind : 'allreduce' or 'server'
-        Whether the gradient is summed over all replicas, or reduced to owners, which update the parameter.
+        'allreduce': the gradient is summed over all replicas or, if there are owners, reduce-scattered to them.
+        'server': the gradient is reduced to the owners, which may be parameter servers.
     partition : (axis, [extents]), or None
     owners : list of int
         The owner of each part. Several owners without a partition own even slices of the flat buffer of all

@@ -19,7 +19,7 @@ if is_neondist_command():
     sys.stdin = sys.stdin or _open_null_device()
     sys.stdout = sys.stdout or _open_null_device()
     sys.stderr = sys.stderr or _open_null_device()
-# Open MPI does not start without HOME, as in units of systemd; expanduser returns "~" for a user without an entry
+# Open MPI does not start without HOME, as in systemd units; expanduser returns "~" for users without a passwd entry
 os.environ.setdefault("HOME", os.path.join("/", os.path.expanduser("~")))
 connect_to_supervisor(os.environ)
 install_command_handlers()

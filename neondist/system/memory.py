@@ -30,7 +30,7 @@ def require_memory(
     ----------
     needed_bytes : int
     subject, remedy : str
-        Object that needs the memory, and what the user can do; beginning and end of the message.
+        The object that needs the memory, and the remedy: the beginning and the end of the message.
     get_free_bytes : callable, optional
         Returns the available bytes. Default: `free_bytes`.
     """
@@ -114,7 +114,7 @@ def model_bytes_per_rank(memory: int, local_ranks: int, backend: str | None = No
 
 
 def format_limit_for(model_bytes: int, ranks: int, backend: str | None = None) -> str:
-    """Return the smallest `memory`, in MiB, that leaves each of `ranks` ranks these bytes for its network."""
+    """Return the smallest `memory`, in MiB, that leaves `model_bytes` for the network of each of `ranks` ranks."""
     return f"{-(-count_local_ranks(ranks) * (model_bytes + process_overhead_bytes(backend)) >> 20)}MiB"
 
 

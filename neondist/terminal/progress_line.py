@@ -26,8 +26,8 @@ class ProgressLine:
     """Progress line, printed after 3 seconds and then, without a terminal, every 30 seconds.
 
     As a context manager it prints lines on time even during a long part. The estimated time left is the remaining time
-    of the current part, if known, plus that of later parts, extrapolated from the elapsed time by planned times or
-    sizes.
+    of the current part, if known, plus that of later parts, extrapolated from the elapsed time in proportion to their
+    planned times or sizes.
 
     Parameters
     ----------

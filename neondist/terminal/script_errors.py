@@ -17,7 +17,7 @@ from .console import say
 
 
 def own_stderr() -> Any:
-    """Return stderr, even in the excepthook of torch.distributed, which loses the text of hooks that do not return."""
+    """Return the real stderr: torch.distributed's excepthook replaces it, and loses the text of a hook that exits."""
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
 
 
