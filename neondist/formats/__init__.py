@@ -1,10 +1,10 @@
 """Readers and writers of image files: readers return any box of an array, and many ranks write a file box by box.
 
-base: interfaces of sources and sinks. axes: axis order of a file, and channels-last. cache: decoded chunks. draft:
-files under a temporary name until they are complete. in_place: uncompressed cells, which every rank writes in place.
-tiles: default chunk sizes. table: the classes of each file type; `open_source` and `create_sink` choose by the suffix.
-One further module per format, on a maintained library each. image_loader: pictures decoded by Pillow. tiff_tags, ome:
-metadata of position, time and calibration.
+base: abstract sources and sinks. axes: conversion between the axis order of a file and channels-last. cache: decoded
+chunks. draft: sinks that write to a temporary name until the file is complete. in_place: sinks of uncompressed cells,
+which every rank writes in place. tiles: default chunk sizes. table: file types and their classes; `open_source` and
+`create_sink` choose by suffix. Each format has its own module, built on a maintained library. conventions, coordinates,
+cf_time: NetCDF metadata. tiff_tags, ome: position, time and calibration of images.
 """
 
 from .base import TileSink, TileSource

@@ -1,4 +1,4 @@
-"""Interfaces of sources and sinks: arrays in files that are read or written box by box."""
+"""Abstract base classes of sources and sinks, which read and write an array in a file box by box."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .conventions import AuxiliaryVariable
 
 MAX_CHUNK_BYTES = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
 AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
-"""names of metadata by axis, and their values that carry no information"""
+"""metadata with one value per axis, and their default values, which need not be stored"""
 
 
 class TileSource(ABC):
@@ -34,7 +34,7 @@ class TileSource(ABC):
     Parameters
     ----------
     path : str
-        Name for messages.
+        File, as named in error messages.
     axes : str
         A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or other letters, which count as samples.
     shape, dtype : shape and dtype of the stored array
@@ -51,13 +51,13 @@ class TileSource(ABC):
     Attributes
     ----------
     shape : tuple of int
-    dtype : numpy.dtype, of this machine's byte order
+    dtype : numpy.dtype, in native byte order
     axes : str
         A letter for each axis of `shape`, channels last: 'YXC', 'ZYXC', 'NYXC'. C is always present.
     chunks : tuple of int, or None
     levels : int
     bytes_read : int
-        Bytes decoded so far: those of all chunks that reads have needed and not found in `cache`.
+        Bytes decoded so far; chunks found in `cache` do not count.
     cache : ChunkCache, optional
         Cache of decoded chunks shared by overlapping reads. Default: None.
 
@@ -70,9 +70,9 @@ class TileSource(ABC):
     max_chunk_bytes = MAX_CHUNK_BYTES
     cache: ChunkCache | None = None
     class_values: Sequence[int] = ()
-    """Stored value of each class; `read` returns classes, and values that are not listed are an error."""
+    """Stored value of each class. If set, `read` returns class numbers, and raises DataError for other values."""
     ignored_value: int | None = None
-    """Stored value that `read` returns unchanged, besides the classes."""
+    """Stored value outside `class_values` that `read` returns unchanged."""
 
     def __init__(
         self,
@@ -270,9 +270,9 @@ class TileSink(ABC):
         Raises
         ------
         OutputError
-            If there is no disk space, or no permission.
+            If the disk is full, or write permission is missing.
         ShapeError
-            If the array does not have the box's shape, has masked elements, or its dtype cannot be stored.
+            If the box exceeds the sink, or the array has another shape, an unsuitable dtype, or masked elements.
         NotReadyError
             After `commit`, or after the sink's `with` block.
         """
@@ -308,7 +308,7 @@ class TileSink(ABC):
 
     @abstractmethod
     def _write(self, cells: Cells, array: np.ndarray) -> None:
-        """Write cells, of the sink's dtype and channels last."""
+        """Write channels-last cells of the sink's dtype."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Cache of decoded chunks, which consecutive reads of overlapping boxes share."""
+"""Cache of decoded chunks, shared by reads of overlapping boxes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChunkCache:
     Parameters
     ----------
     capacity_bytes : int
-        Maximum number of bytes of the cached chunks.
+        Maximum total size of the cached chunks.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -33,7 +33,7 @@ class ChunkCache:
         return chunk
 
     def put(self, key: Hashable, chunk: np.ndarray) -> None:
-        """Add a chunk, and evict the least recently used ones while the capacity is exceeded."""
+        """Add a chunk, and evict the least recently used chunks while the capacity is exceeded."""
         self._chunks[key] = chunk
         self._cached_bytes += chunk.nbytes
         while self._cached_bytes > self.capacity_bytes:

@@ -1,4 +1,4 @@
-"""Weights of the cells of a grid: the cosine of latitude, or a variable of a file."""
+"""Weights of grid cells: the cosine of latitude, or a variable in a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_cell_weights(weights: str, extent: Sequence[int], fields: FieldMetadat
     Parameters
     ----------
     weights : str
-        'cos(lat)', or a variable of a file: 'FILE.nc:NAME'.
+        'cos(lat)', or a variable in a file: 'FILE.nc:NAME'.
     extent : tuple of int, global
     fields : FieldMetadata, or None
         Metadata of the outputs.
@@ -78,7 +78,7 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
 
 
 class _CellWeightVariable:
-    """A variable of weights, broadcast along spatial axes that it lacks or on which it has extent 1."""
+    """Weights from a variable in a file, broadcast along spatial axes that it lacks or that have extent 1."""
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
         self._source, self._extent = open_source(name), tuple(extent)

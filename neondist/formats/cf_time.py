@@ -33,7 +33,7 @@ _TIME_UNITS_PATTERN = re.compile(
 _MONTHS = range(-12 * 10_000, 12 * 1_000_000)
 _FIRST_GREGORIAN_DATE = 1582, 10, 15
 _DAYS_BEFORE_MONTH = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
-"""days of a common year before each month"""
+"""days before each month of a non-leap year"""
 
 
 def seconds_of_cf_times(where: str, values: Any, units: str, calendar: str = "standard") -> np.ndarray:
@@ -129,7 +129,7 @@ def _day_number(calendar_kind: str, year: int, month: int, day: int) -> int:
         return (365 + is_leap) * year + int(_DAYS_BEFORE_MONTH[month - 1]) + (is_leap and month > 2) + day
     if calendar_kind == "standard":
         calendar_kind = "julian" if (year, month, day) < _FIRST_GREGORIAN_DATE else "gregorian"
-    is_jan_or_feb = (14 - month) // 12  # Julian day numbers
+    is_jan_or_feb = (14 - month) // 12  # standard formula of Julian day numbers
     y, m = year + 4800 - is_jan_or_feb, month + 12 * is_jan_or_feb - 3
     day_number = day + (153 * m + 2) // 5 + 365 * y + y // 4
     return day_number - 32083 if calendar_kind == "julian" else day_number - y // 100 + y // 400 - 32045

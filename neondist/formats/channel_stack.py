@@ -1,4 +1,4 @@
-"""Files of one image whose channels are stacked: bands of a scene, modalities of a patient."""
+"""Images whose channels come from several files, such as the bands of a scene or the modalities of a scan."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .conventions import AuxiliaryVariable
 
 
 def split_stack_name(name: str) -> list[str]:
-    """Return the files of an image 'FILE,FILE,...' whose channels are stacked; only the text itself if it is a file."""
+    """Split a list 'FILE,FILE,...' of files whose channels are stacked; the name of an existing file is not split."""
     return [name] if os.path.exists(name) else [part for part in name.split(",") if part]
 
 
 class ChannelStack(TileSource):
-    """Image with the channels of several sources of the same extents (else DataError), and the first one's metadata.
+    """Image whose channels are those of several sources, with the metadata of the first source.
 
     Parameters
     ----------
     sources : sequence of TileSource
+        Sources of the same axes and spatial extents; otherwise a DataError is raised.
     """
 
     def __init__(self, sources: Sequence[TileSource]) -> None:
@@ -78,7 +79,7 @@ class ChannelStack(TileSource):
                 yield (number, *first), nbytes
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raise NotImplementedError  # `read` does not call it
+        raise NotImplementedError  # never called: `read` is overridden
 
     def metadata_names(self) -> list[str]:
         """Return the names of the first source's metadata."""

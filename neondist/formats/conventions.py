@@ -1,4 +1,4 @@
-"""Axes inferred from attributes of coordinates (CF, NUG, Common Data Model), or else from names."""
+"""Inference of axes from attributes of coordinates (CF, NUG, Common Data Model), or else from names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import AmbiguousAxesError, DataError
 
 SAMPLE_AXIS_LETTERS = "NMLKJHGFE"  # letters for axes that count as samples
 _ROW_COLUMN_LETTERS = {"Y", "X"}
-MAX_COORDINATE_BYTES = 1 << 28  # limit in bytes for coordinates that are copied into an output
+MAX_COORDINATE_BYTES = 1 << 28  # larger coordinates are not copied into an output
 REFERENCE_ATTRIBUTES = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
 AXIS_ATTRIBUTES = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")
@@ -104,7 +104,7 @@ class AuxiliaryVariable:
 
 
 def unreadable_attribute_message(attribute: str, variable: str) -> str:
-    """Return the error text, with its remedy, for an attribute of variable-length text."""
+    """Return the error message, including the remedy, for an attribute of variable-length text."""
     return (
         f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
         f" {attribute},{variable},o,c,TEXT FILE"
@@ -120,10 +120,7 @@ def list_metadata_names(variables: Sequence[AuxiliaryVariable], unreadable: Sequ
 def load_auxiliary_variables(
     own_attributes: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
-    """Return an entry named '' for a variable's attributes, then its dimensions and all variables these refer to.
-
-    References of these variables are followed as well.
-    """
+    """Return a variable's attributes as entry '', its dimensions, and all variables that they refer to, recursively."""
     position_attributes = {name: own_attributes[name] for name in POSITION_ATTRIBUTES if name in own_attributes}
     variables = [AuxiliaryVariable("", (), None, position_attributes), *dimensions]
     while missing := sorted(
@@ -211,7 +208,7 @@ def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable
     unreadable = [key for key in AXIS_ATTRIBUTES if own_attributes.get(key, "") is None]
     if unreadable and not (declared or listed_letters or name_letters):
         raise ambiguity_error(f"its coordinate '{name}' has {unreadable_attribute_message(unreadable[0], name)}")
-    if name.lower() == "height" and "width" in map(str.lower, variable.dimensions):  # extents of pictures
+    if name.lower() == "height" and "width" in map(str.lower, variable.dimensions):  # of a picture, not an altitude
         name_letters = {"Y"}
     for evidence, letters in enumerate((declared, listed_letters, name_letters)):
         if len(letters) == 1:
@@ -280,7 +277,7 @@ def _letters_from_listed_coordinates(name: str, variable: VariableMetadata) -> s
 
 
 def _letters_from_attributes(attributes: Mapping[str, Any]) -> set[str]:
-    """Return the letters that attributes of a coordinate imply, more than one if they contradict each other."""
+    """Return the letters implied by attributes of a coordinate; contradictory attributes imply more than one."""
     texts = {key: value.strip("\0 ") for key, value in attributes.items() if isinstance(value, str)}
     name_letters = {
         letter for letter, pattern in _STANDARD_NAMES.items() if re.fullmatch(pattern, texts.get("standard_name", ""))

@@ -1,4 +1,4 @@
-"""Coordinates of a variable: times, latitudes, levels, and the names of dimensions."""
+"""Coordinates of a variable: names of its dimensions, times and latitudes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
 
 
 def _require_readable_attributes(where: str, coord: AuxiliaryVariable, *names: str) -> None:
-    """Raise DataError for an unreadable attribute, without which values would be misinterpreted."""
+    """Raise DataError if one of the attributes is unreadable: without it, values would be misinterpreted."""
     if unread := [name for name in names if name in coord.unreadable_attributes]:
         raise DataError(
             f"{where}: its coordinate {coord.name} has {unreadable_attribute_message(unread[0], coord.name)}"
@@ -78,7 +78,7 @@ def _require_readable_attributes(where: str, coord: AuxiliaryVariable, *names: s
 
 
 def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
-    """Return a mask of the missing values of an integer coordinate; NumPy's NaT is the least int64."""
+    """Return a mask of the missing values of an integer coordinate, including NumPy's NaT (the least int64)."""
     assert coord.values is not None
     markers = [np.ravel(coord.attributes[name]) for name in ("_FillValue", "missing_value") if name in coord.attributes]
     markers += [np.array([np.iinfo(np.int64).min])] if coord.values.dtype == np.int64 else []

@@ -30,7 +30,7 @@ _MAX_NAME_LENGTH, _MAX_LISTED_NAMES = 80, 40
 
 
 class DraftSink(TileSink):
-    """Sink whose file or folder is created by rank 0 and opened by all ranks; a note beside it describes the request.
+    """Sink whose file or folder is created by rank 0 and opened by all ranks; a JSON file beside it stores the request.
 
     A subclass implements `_create_empty_file`, `_open_created_file`, `_write`, `flush` and `_close_file`. The other
     ranks wait until the file is created, and an exception of one rank is raised on all.
@@ -119,7 +119,7 @@ class DraftSink(TileSink):
                     )
                 write_text(self._description_path, json.dumps(description | {"resumed": True}))
                 return
-        # a process was killed while it replaced the folder
+        # an earlier process was killed while it replaced the folder
         if not self.path.exists() and _replaced_path(self.path).exists():
             os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
@@ -139,7 +139,7 @@ class DraftSink(TileSink):
     def _copy_metadata(self, like: TileSource | None, name: str, axes: str = "") -> Any:
         """Return an entry of the `like` image's metadata, and record that it is copied.
 
-        Of an entry with a value per axis, return those for `axes`. A missing entry is None, or {} with values per axis.
+        Of an entry with a value per axis, return the values for `axes`, or {} if there is no entry.
         """
         value = None if like is None else like.metadata.get(name)
         if like is None or name in like.metadata:
@@ -193,14 +193,14 @@ class DraftSink(TileSink):
         _remove_side_files(self.path)
 
     def _finish_draft_file(self) -> Path:
-        """Return the complete file under its temporary name."""
+        """Complete the temporary file, and return its path."""
         return self._temp_path
 
 
 def clean_up_if_published(path: Path) -> bool:
     """Return whether the complete file of an interrupted job already has its final name; if so, remove leftover files.
 
-    Call this only once all cells of a job are written. Another file of that name, which is to be replaced, is kept.
+    Call this only once all cells of a job are written. Another file at `path`, which the job would replace, is kept.
     """
     description_path = _description_path_of(path)
     if not path.exists():

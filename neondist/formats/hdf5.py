@@ -1,4 +1,4 @@
-"""HDF5: one array of a file, verified against its checksums if it has any."""
+"""Reader and writer of one array in an HDF5 file; reads verify checksums if the file has any."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OWN_ATTRIBUTES = {
 
 
 class HDF5Source(TileSource):
-    """Array in an HDF5 file: by default 'images', 'predictions' or the only one; attribute 'axes' names its axes."""
+    """Array in an HDF5 file: by default 'images', 'predictions' or the only array; attribute 'axes' names its axes."""
 
     wrong_type_message: ClassVar[str | None] = None
 

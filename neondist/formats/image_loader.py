@@ -1,7 +1,7 @@
 """Conversion of image files to arrays with Pillow, without silent loss of information.
 
-Pillow converts many pixel formats to a few: 16-bit colour to 8 bits, values above 255 to 255, a palette of 4 classes to
-grey levels. Conversions that would lose values are rejected.
+Pillow maps many pixel formats to a few: it reduces 16-bit colour to 8 bits, clips values at 255, and turns a palette of
+4 classes into grey levels. Conversions that would lose values are rejected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYOUT_TAGS = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325
 _INCH_UNIT_CODE = 2  # TIFF's code for the unit of resolution
 _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED_FORMAT, _SIGNED_FORMAT = 1, 2
-_PILLOW_LOCK = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
+_PILLOW_LOCK = threading.Lock()  # Pillow's pixel limit and Python's warnings are process-wide; ranks may be threads
 _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before an error
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _IMAGE_COPIES_IN_MEMORY = 3  # copies while an image is decoded, converted to an array, and written

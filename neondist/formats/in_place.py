@@ -1,7 +1,7 @@
 """Sinks for uncompressed files that any rank, thread or later process can write in place.
 
-A library creates a file of the final size; block offsets are stored in a separate file. From then on, boxes are
-written by pwrite, without the library and without waiting for other ranks, and what a killed process wrote is kept.
+The library of the format creates a file of the final size; the offsets of its blocks are stored in a separate file.
+Ranks then write boxes by pwrite, without the library or waiting for each other; a killed process loses no written box.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .draft import DraftSink
 
 @dataclass(frozen=True)
 class CellLayout:
-    """Position of the cells of an array in a file.
+    """Positions of the cells of an array in a file.
 
     Attributes
     ----------

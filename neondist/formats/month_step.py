@@ -103,7 +103,7 @@ class MonthStep:
         return start_of_month(later_month, calendar) + offset
 
     def _first_month_of_period(self, time: float, calendar: str) -> int:
-        """Return the first month of the period of a time: for longer periods, of the period with the closest middle."""
+        """Return the first month of the period to which a time belongs."""
         month = month_containing(time, calendar)
         if self.period == 1:
             return month
@@ -118,7 +118,7 @@ class MonthStep:
 
 
 def infer_month_step(times: np.ndarray, calendar: str) -> MonthStep | None:
-    """Return the constant step of times in seconds, as calendar months; None if there is none, or one time or none."""
+    """Return the constant step of times in seconds, in calendar months; None if there is none, or too few times."""
     if len(times) < 2 or np.diff(times).min() < _SHORTEST_STEP - _TOLERANCE_SECONDS:
         return None
     first, second = (month_containing(time, calendar) for time in times[:2].tolist())

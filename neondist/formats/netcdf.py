@@ -1,4 +1,4 @@
-"""NetCDF-4, which is HDF5 with named dimensions: one variable of a file, in its own units."""
+"""Reader and writer of NetCDF-4, which is HDF5 with named dimensions: one variable of a file, in its own units."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .packing import Packing
 _DIMENSION_IDS, _DIMENSION_ID, _REFERENCE_LIST = ("_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST")
 _OWN_ATTRIBUTES = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _REFERENCE_LIST}
 _NO_COORDINATES_TEXT = "This is a netCDF dimension but not a netCDF variable."
-_MAX_NESTING = 100  # limit of nested groups, each of which is searched for dimensions
+_MAX_NESTING = 100  # limit on nested groups; every enclosing group is searched for dimensions
 _NON_COORDINATE_PREFIX = "_nc4_non_coord_"  # prefix of a variable with a dimension's name that is not its coordinate
 
 
 class NetCDFSource(HDF5Source):
     """Variable of a NetCDF-4 file, by default the only one with the most dimensions; time is the axis T.
 
-    Values are unpacked (`Packing`): missing ones are NaN, but integers without a scale are not converted. Axes are
-    inferred from coordinates and names (`conventions.infer_axes`).
+    Values are unpacked, with NaN for missing values; integers without scale and offset are unchanged (`Packing`). Axes
+    are inferred from coordinates and names (`conventions.infer_axes`).
     """
 
     wrong_type_message = "not a NetCDF file; check the path, or restore it from a good copy"
@@ -176,7 +176,7 @@ class NetCDFSource(HDF5Source):
         return self._dimensions_by_variable[array.name]
 
     def _dimensions_of_group(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
-        """Return the dimensions of a group: by address of each variable that uses them, and by number."""
+        """Return the dimensions of a group: by address of each variable that uses them, and by ID."""
         if group not in self._scales_by_group:
             scales_by_user = dict[int, list[tuple[int, Any]]]()
             scale_by_id = dict[int, Any]()
@@ -235,7 +235,7 @@ class NetCDFSink(HDF5Sink):
     name : str
         Name of the variable, default 'predictions'.
     variables : sequence of (str, mapping), optional
-        If given, the file has one variable per channel: names, and attributes with numbers or text as values.
+        Name and attributes (numbers or text) of each channel's variable; without it, channels share one variable.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ _OTHER_METADATA_FIELDS = {
 _SILENT_HANDLER = logging.NullHandler()
 _HEADER_STARTS = b"\x5c\x01\0\0", b"\0\0\x01\x5c", b"\x1c\x02\0\0", b"\0\0\x02\x1c"
 """first bytes of NIfTI-1 and NIfTI-2, in either byte order"""
-_MAX_DEFLATE_RATIO = 1032  # maximal compression ratio of deflate
+_MAX_DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 
 
 class NIfTISource(TileSource):
@@ -165,7 +165,7 @@ class NIfTISink(InPlaceSink):
 
 
 def _volume_metadata(header: Any, kept_axes: list[int], axes: str, default_axes: str) -> dict[str, Any]:
-    """Return the metadata of a volume: voxel sizes and units by axis; the value of all others is the header."""
+    """Return the metadata of a volume: voxel sizes and units by axis; the value of every other entry is the header."""
     zooms, unit_code = header.get_zooms(), int(header["xyzt_units"])
     names = {number: unit for unit, number in _UNIT_CODES.items()}
     space, time = names.get(unit_code % _FIRST_TIME_UNIT_CODE), names.get(unit_code - unit_code % _FIRST_TIME_UNIT_CODE)
@@ -177,9 +177,8 @@ def _volume_metadata(header: Any, kept_axes: list[int], axes: str, default_axes:
         "units": {axis: unit for axis, unit in units.items() if unit},
     }
     if header["qform_code"] or header["sform_code"]:
-        metadata["affine" if axes == default_axes else f"affine of {default_axes}"] = (
-            header  # under another name if axes are renamed
-        )
+        name = "affine" if axes == default_axes else f"affine of {default_axes}"  # for renamed axes, it is not copied
+        metadata[name] = header
     for name, fields in (_TIMING_FIELDS | _OTHER_METADATA_FIELDS).items():
         if any(header[one].tobytes().strip(b"\0") for one in fields):
             metadata[name] = header

@@ -1,4 +1,4 @@
-"""Calibration metadata of OME: sizes, positions and units of cells, in OME-XML and in Zarr attributes."""
+"""OME calibration metadata: sizes, positions and units of cells, in OME-XML and in Zarr attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from .conventions import VariableMetadata
 
-_DEFAULT_AXIS_NAMES = "tczyx"  # axis names of versions that do not store them
+_DEFAULT_AXIS_NAMES = "tczyx"  # axis names of OME-Zarr versions that do not store them
 _SI_PREFIXES = {
     "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
     "M": ("mega", 6), "k": ("kilo", 3), "h": ("hecto", 2), "da": ("deca", 1), "": ("", 0), "d": ("deci", -1),
@@ -60,7 +60,7 @@ def is_cell_size(axis: str, size: float) -> bool:
 
 
 def metadata_from_xml(xml: str | None, image_number: int) -> dict[str, Any]:
-    """Return the metadata of an image of a file: scale, units, and other contents of its OME-XML by name."""
+    """Return the metadata of one image of a file: scale, units, and other contents of its OME-XML by name."""
     try:
         root = ElementTree.fromstring(xml or "<none/>")
     except ElementTree.ParseError:
@@ -118,7 +118,7 @@ def axes_with_sizes(sizes: Mapping[str, Any]) -> str:
 
 @dataclass
 class MultiscaleImage:
-    """Image of OME-Zarr: its levels, axes, and the cell positions of one level.
+    """OME-Zarr image: its levels, its axes, and the cell positions of one level.
 
     Attributes
     ----------
@@ -197,7 +197,7 @@ def format_multiscale(
     translation: Mapping[str, float],
     units: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the 'multiscales' entry of an image; a coarse cell is the first (`nearest`) or mean of merged cells."""
+    """Return the 'multiscales' entry of an image; a coarse cell is the first (`nearest`) or the mean of its cells."""
     types = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):

@@ -132,7 +132,7 @@ class Packing:
         return stored
 
     def _representable(self, candidates: np.ndarray) -> list[Any]:
-        """Return the numbers that the stored type represents exactly, without rounding or wrap-around of integers."""
+        """Return candidates in the stored type, except floats that would overflow and integers that would change."""
         if self._stored_dtype.kind == "f":
             with np.errstate(over="ignore", invalid="ignore"):
                 converted = candidates.ravel().astype(self._stored_dtype)

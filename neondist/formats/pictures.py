@@ -1,4 +1,4 @@
-"""PNG, JPEG and other formats of Pillow, decoded and encoded as whole images; and folders of images."""
+"""PNG, JPEG and other Pillow formats, decoded and encoded as whole images, and folders of images."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ClassMapSource(PictureSource):
 
 
 class FolderSource(TileSource):
-    """Images of a folder as samples, sorted by name; all have the same shape."""
+    """Images of a folder as samples, sorted by name; all have the same shape and dtype."""
 
     max_chunk_bytes = 1 << 62
 

@@ -1,4 +1,4 @@
-"""Table of file formats and the classes that read and write them: built-in ones, and those of installed plugins."""
+"""Table of file formats, built-in or from installed plugins, and of the classes that read and write them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Format:
         factory = self.source if role == "source" else self.sink
         if factory is None:
             verb = "read" if role == "source" else "written"
-            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_describe_formats(role)}")
+            raise ConfigError(f"{path}: {self.name} cannot be {verb}; choose {_describe_formats(role)}")
         if not _is_installed(self):
             raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
         if callable(factory):
@@ -91,7 +91,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     level : int, optional
         Resolution level; 0 (default) is the finest.
     axes : str, optional
-        A letter for each stored axis, such as 'ZYX' or 'CYX', if the file specifies none or incorrect ones.
+        A letter for each stored axis, such as 'ZYX' or 'CYX', if the axes in the file are missing or incorrect.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and slide-scanner pyramids, with tifffile; only tiles in a box are decoded."""
+"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and slide-scanner pyramids, with tifffile; reads decode only the tiles of a box."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .tiles import default_chunks
 
 _UNNAMED_PAGES = "IQ"
 _RENAMED_AXES = {"I": "Z", "Q": "Z", "R": "N"}
-"""tifffile's letters for pages without a name, which `neondist data convert` treats as depth, and for samples"""
+"""tifffile's letters for pages without a name, which are treated as depth, and for samples"""
 _ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = (274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8))
 _MAX_PLANES, _NON_OME_DTYPES = 1_000_000, ("float16", "int64", "uint64")
 _MASK_SUBFILE_BIT = 4  # a bit of the page's subfile type
@@ -44,7 +44,7 @@ _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's wa
 
 
 class TIFFSource(TileSource):
-    """Image of a TIFF file: the first, or the one whose number follows the colon; levels are those of its pyramid.
+    """Image in a TIFF file, by default the first; 'FILE:1' is the second. Levels are those of the image's pyramid.
 
     In floating-point images, cells that have GDAL's nodata value, or are excluded by a mask (in the file, or FILE.msk),
     become NaN, as in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
@@ -134,7 +134,7 @@ class TIFFSource(TileSource):
             self._open_mask(path, masks[:1] or image_number, level, axes, is_upright=orientation == 1)
 
     def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, is_upright: bool) -> None:
-        """Open the mask of an image; `image`: [the mask's number] in the file, or the image's number (0: FILE.msk)."""
+        """Open the mask of an image, if any: number `image[0]` in the file, or FILE.msk if `image` is 0."""
         axes, mask_file = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
         if isinstance(image, list):
             self._mask_source = TIFFSource(path, str(image[0]), level, axes)
@@ -167,7 +167,7 @@ class TIFFSource(TileSource):
         return array
 
     def _find_cell_layout(self, axes: str, shape: tuple[int, ...], series: Any) -> CellLayout | None:
-        """Return the layout of the cells, or None if they are compressed."""
+        """Return the layout of the cells, or None if they are compressed or not contiguous."""
         block = (*(1 for _ in self._leading_shape), *shape[len(self._leading_shape) :])
         dtype = np.dtype(self._tiff.byteorder + series.dtype.char).str
         if series.dataoffset is not None:
@@ -198,7 +198,7 @@ class TIFFSource(TileSource):
         return np.stack(pages).reshape([cut.stop - cut.start for cut in cells])
 
     def _read_page(self, page_index: tuple[int, ...], box: list[slice]) -> np.ndarray:
-        """Return cells of one page, on the five axes of tifffile's pages."""
+        """Return cells of one page, with the five axes of tifffile's pages."""
         page_number = int(np.ravel_multi_index(page_index, self._leading_shape)) if page_index else 0
         page, keyframe, file = self._pages[page_number], self._keyframe, self._tiff.filehandle
         out = np.full([cut.stop - cut.start for cut in box], self._value_of_unwritten_cells, self.dtype)
@@ -311,7 +311,7 @@ def _mask_numbers(images: Any, image_number: int) -> list[int]:
 
 
 def _value_of_unwritten_cells(nodata: float | None, dtype: np.dtype) -> Any:
-    """Return GDAL's value of unwritten cells: 0 without nodata; otherwise NaN, or nodata as an integer in range."""
+    """Return GDAL's value of unwritten cells: 0 without `nodata`; otherwise NaN, or clipped `nodata` for integers."""
     if dtype.kind == "f":
         return 0 if nodata is None else np.nan
     if dtype.kind == "b" or nodata is None or np.isnan(nodata):

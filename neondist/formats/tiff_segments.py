@@ -14,13 +14,13 @@ from ..errors import DataError
 _JPEG_CODECS, _WHOLE_JPEG_CODECS, _LERC_CODEC, _LERC_PARAMETERS_TAG = (6, 7, 34892, 33007), (7, 33007), 34887, 50674
 _BYTE_CODECS = (5, 8, 32946, 32773, 34925, 34926, 50000)  # LZW, deflate, PackBits, LZMA and Zstandard
 _GREY_CODES = (0, 1)  # MinIsWhite and MinIsBlack
-_PADDING_CODECS = (2, 3, 4, 22610, 34934)  # fax and JPEG XR, whose decoders make up missing data
+_PADDING_CODECS = (2, 3, 4, 22610, 34934)  # fax and JPEG XR, whose decoders fill in missing data
 _MAX_PADDING_BYTES = 3  # bytes of padding that a segment may have
 _JPEG_START, _JPEG_END, _PROBE_BYTES = b"\xff\xd8", b"\xff\xd9", b"\x55\xaa" * 64
 
 
 class SegmentDecoder:
-    """Decoder for segments of pages with the same layout.
+    """Decoder for segments (strips or tiles) of pages with the same layout.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class SegmentDecoder:
         if keyframe.planarconfig == 1 and not is_not_rgb:
             return keyframe.decode(data, index, jpegtables=page.jpegtables, jpegheader=keyframe.jpegheader)
         _, corner, extents = keyframe.decode(None, index)
-        # tifffile assumes three channels in each colour plane, and libjpeg converts three channels without a marker
+        # tifffile assumes three channels in each colour plane, and libjpeg converts three channels that have no marker
         colour_space = "RGB" if keyframe.planarconfig == 1 else None
         tile = imagecodecs.jpeg_decode(
             data,

@@ -113,7 +113,7 @@ def _is_resolution_redundant(metadata: Mapping[str, Any], is_imagej: bool) -> bo
 
 
 def nodata_value(path: Path, keyframe: Any) -> float | None:
-    """Return the nodata value of GDAL's tag, or None; DataError if it cannot be read."""
+    """Return the nodata value of GDAL's tag, or None if there is none; DataError if it is not a number."""
     text = (
         str(keyframe.tags[_NODATA_TAG].value).partition("\0")[0].strip().replace(",", ".")
         if _NODATA_TAG in keyframe.tags

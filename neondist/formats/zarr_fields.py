@@ -1,4 +1,4 @@
-"""Variables of Zarr as written by xarray: dimensions, coordinates and packed values, declared by attributes."""
+"""Zarr variables as written by xarray: dimensions, coordinates and packed values, declared by attributes."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _decode_attribute(value: Any) -> Any:
 
 
 def _decode_fill_value(text: str) -> Any:
-    """Return the number of a fill value that xarray stores as text: NaN, an infinity, or a base64 double; or None."""
+    """Return a fill value that xarray stores as text: NaN, an infinity, or a base64 double; None if it is invalid."""
     if text in _SPECIAL_NUMBERS:
         return np.asarray(_SPECIAL_NUMBERS[text])
     try:

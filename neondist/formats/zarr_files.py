@@ -1,4 +1,4 @@
-"""Zarr 2 and 3, and OME-Zarr, with zarr: one file per chunk, so that ranks write compressed chunks concurrently."""
+"""Zarr 2, Zarr 3 and OME-Zarr, with zarr-python; ranks write compressed chunks in parallel, one file per chunk."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class ZarrSink(DraftSink):
         return {"axes": axes, "levels": levels, "nearest": nearest}
 
     def _label_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return OME-NGFF's metadata of label images by name; {} if cells are not class indices."""
+        """Return OME-Zarr's metadata of label images by name; {} if cells are not class indices."""
         colours = enumerate(class_colours(self._options["classes"]))
         colour_entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
         return {"image-label": {"colors": colour_entries}} if colour_entries else {}

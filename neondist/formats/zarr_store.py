@@ -32,7 +32,7 @@ class FolderStore(LocalStore):
         self.shard_index: ShardIndex | None = None
 
     def limit_chunk_sizes_to(self, array: Any) -> None:
-        """From now on, reject chunks that are empty, or that decompress to much more than those of an array."""
+        """From now on, reject chunks that are empty, or that decompress to much more than a chunk of the array."""
         metadata = array.metadata
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
         if shards := [one for one in codecs if hasattr(one, "index_codecs")]:
@@ -106,7 +106,7 @@ class FolderStore(LocalStore):
 
     def _decompressed_size(self, raw: memoryview) -> int:
         if self.compressor_name in ("gzip", "zlib") and deflate_fits_limit(len(raw), self.max_chunk_bytes):
-            return 0  # so that it is not unpacked twice
+            return 0  # avoids decompressing it twice
         return decompressed_size(self.compressor_name, raw, self.max_chunk_bytes) or 0
 
     def _damage_error(self, key: str, problem: str) -> DataError:

@@ -204,7 +204,7 @@ def test_format_plugins(tmp_path, monkeypatch):
     (tmp_path / "a.npy").rename(tmp_path / "a.xyz")
     with nd.open_source(tmp_path / "a.xyz") as source:
         assert source.read(nd.Box.of(source.shape)).sum() == 12
-    with pytest.raises(nd.ConfigError, match=r"XYZ cannot be written here; choose HDF5"):
+    with pytest.raises(nd.ConfigError, match=r"XYZ cannot be written; choose HDF5"):
         nd.create_sink(tmp_path / "b.xyz", (2, 2, 1), "uint8", "YXC")
     monkeypatch.setattr(entry_point, "load", staticmethod(lambda: 7))
     with pytest.raises(nd.ConfigError, match=r"entry point theirs:FORMAT of neondist\.formats is no"):
