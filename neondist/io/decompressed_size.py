@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-_MAX_DEFLATE_RATIO = 1032  # maximal compression ratio of deflate
+_MAX_DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 _ALWAYS_ACCEPTED_BYTES = 1 << 28  # decompressed size in bytes that is always accepted
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(47), "zlib": lambda: zlib.decompressobj(47),
     "bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor,
 }  # fmt: skip
-_DECOMPRESSION_STEP_BYTES = 1 << 20  # bytes
+_DECOMPRESSION_STEP_BYTES = 1 << 20
 _BLOSC_HEADER_BYTES, _MAX_ZSTD_BLOCK_BYTES = 16, 1 << 17
 _ZSTD_MAGIC, _ZSTD_SKIPPABLE_MAGIC = 0xFD2FB528, 0x184D2A50
 
@@ -45,7 +45,7 @@ def deflate_fits_limit(compressed_size: int, limit: int) -> bool:
 
 
 def _decompressed_streams_size(make_decompressor: Callable[[], Any], compressed: bytes | memoryview, limit: int) -> int:
-    """Return the size of consecutive streams of the standard library, decompressed in pieces."""
+    """Return the total size of consecutive streams, decompressed in pieces by the standard library."""
     size, remaining = 0, bytes(compressed)
     while True:
         stream = make_decompressor()
@@ -66,7 +66,7 @@ def _decompressed_streams_size(make_decompressor: Callable[[], Any], compressed:
 
 
 def _max_zstd_size(compressed: bytes | memoryview, limit: int) -> int:
-    """Return the size of Zstandard frames; for frames without a size, the maximal size of their blocks."""
+    """Return the size of Zstandard frames; for frames without a size, the maximum size of their blocks."""
     offset = size = 0
     while offset < len(compressed) and size <= limit:
         magic = int.from_bytes(compressed[offset : offset + 4], "little")

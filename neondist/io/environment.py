@@ -44,7 +44,7 @@ def processor_model() -> str:
 
 
 def to_json(values: dict[str, Any]) -> str:
-    """Return indented JSON; values of other types are converted to text."""
+    """Return indented JSON; values that JSON does not support are converted to text."""
     return json.dumps(values, indent=2, default=str) + "\n"
 
 

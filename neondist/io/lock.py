@@ -1,9 +1,9 @@
 """Exclusive locks on run folders and output files.
 
-A lock is a kernel lock (flock) on a file; the kernel releases it when its process ends, so it never gets stale. NFS
+A lock is a kernel lock (flock) on a file; the kernel releases it when its process ends, so it never becomes stale. NFS
 forwards locks to the server, so that other machines see them too; with the mount options nolock or local_lock, a lock
 excludes only processes of the same machine. On file systems without locks (ENOLCK, ENOSYS), the content of the file
-decides: a process of this machine that has ended holds no lock, and one of another machine is assumed to be alive.
+decides: a process of this machine that has ended holds no lock; a process of another machine is assumed to be alive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FileLock:
     target : path
         The locked folder or file, for messages.
     alternative : str
-        The suggested alternative, for messages.
+        Completes 'choose another ...' in messages.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Run folders: the files of a run."""
+"""Run folders and the files in them."""
 
 from __future__ import annotations
 

@@ -74,5 +74,5 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        file_kind = _UNSUPPORTED_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        file_kind = _UNSUPPORTED_KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise DataError(f"{path}: is {file_kind}, which is not supported; give a regular file")

@@ -1,7 +1,8 @@
-"""generations.jsonl: the history of a supervised run, one JSON object per event.
+"""generations.jsonl: the history of a supervised run or a job with servers, one JSON object per event.
 
-Events: run (key), start (generation, ranks, grid, hosts), resume (step, source), loss (what, host), hosts (added,
-removed), wait, snapshots, end (code).
+Events of both: run (key), start, wait (what), end (code). Supervised runs: resume (step, source), loss (what, host),
+hosts (added, removed), snapshots (what). Jobs with servers: slots, scale (workers), restart (worker, cause) and lost
+(host).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .files import append_text, write_text
 from .output import GENERATIONS
 from .regular_file import read_bytes
 
-_MAX_EVENT_LOG_BYTES = 1 << 24  # bytes
+_MAX_EVENT_LOG_BYTES = 1 << 24
 
 
 class RunEventLog:
-    """Log of a run, to which this process appends.
+    """Event log of a run, to which this process appends.
 
     Parameters
     ----------

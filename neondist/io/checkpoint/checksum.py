@@ -19,7 +19,7 @@ FORMAT_VERSION = 3
 
 
 def add_checksum(file: BinaryIO) -> None:
-    """Write the length and the CRC-32 of the rest of an open file into its first block."""
+    """Write the length and the CRC-32 of the rest of an open file into its user block."""
     header = _format_header(*_length_and_crc(file))
     file.seek(0)
     file.write(header)

@@ -16,7 +16,7 @@ from .checksum import verify_checksum
 from .pieces import ArrayPart, Slices
 from .stream import scatter_from_root
 
-MAX_GROUP_DEPTH = 20  # limit of nested groups, which follow layer names
+MAX_GROUP_DEPTH = 20  # limit on nested groups, which result from '/' in layer names
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .texts import parse_json, require_json_integer, require_json_type
 
 SCHEME_STATE_TEXT_NAME, SCHEME_STATE_GROUP = "scheme_state", "borders"
 """Names in the file of the text and of the group of arrays."""
-MAX_BATCH_SIZE = 1 << 20  # limit of samples per batch
+MAX_BATCH_SIZE = 1 << 20  # limit on samples per batch
 SchemeStateEntry: TypeAlias = "tuple[int, int, str, int, int]"
 """Index of the array in its layer, batch size, direction, number of state arrays, and their total size."""
 

@@ -1,4 +1,4 @@
-"""Transfer of arrays between a root rank and the others in blocks, so that no rank holds a distributed array whole."""
+"""Block-wise transfer of arrays between a root rank and the others; no rank holds a distributed array in full."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .pieces import ArrayPart
 from .read import CheckpointReader
 
 SYNC_GROUP = "synchronisation"  # group of the arrays in the file
-MAX_RANKS = 1 << 20  # limit of ranks
+MAX_RANKS = 1 << 20  # limit on the number of ranks in a file
 
 
 def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[ArrayPart]:
@@ -62,7 +62,8 @@ def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], worl
         if num_writers:
             file.fill_parts([_sync_state_part(state, own_arrays, world, num_writers)])
         state.array[...] = own_arrays.sum(axis=0)
-    return f"error feedback is dropped, since these are not compressed: {', '.join(dropped)}" if dropped else ""
+    names = ", ".join(name.removesuffix("/error_feedback") for name in dropped)
+    return f"error feedback is dropped for parameters that are no longer compressed: {names}" if dropped else ""
 
 
 def _sync_state_part(

@@ -38,7 +38,7 @@ def write_checkpoint(
     Raises
     ------
     OutputError
-        On every rank, if there is no disk space or no permission.
+        On every rank, if the disk is full or write permission is missing.
     """
     check_equal_on_ranks(world, {CALL_KEY: "writing a checkpoint"})
     draft, error = None, None

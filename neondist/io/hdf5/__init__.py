@@ -4,9 +4,9 @@ reader: safe access to an open file. writer: a new file under a temporary name u
 errors when the disk is full. checksums: checksums of the blocks of an array. chunks: checks of compressed chunks before
 they are decompressed.
 
-libhdf5 trusts most of a file's content. Files of `HDF5_LIBRARY_VERSIONS` have checksums of all metadata; arrays written
-with `fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length text has no
-checksum, and a wrong byte in it makes libhdf5 2.0 loop forever: such text is neither written nor read.
+libhdf5 trusts most of a file's content. Files written with `HDF5_LIBRARY_VERSIONS` have checksums of all metadata;
+arrays written with `fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length
+text has no checksum, and a wrong byte in it makes libhdf5 2.0 loop forever, so it is neither written nor read.
 """
 
 from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint_array, read_array, read_verified_array

@@ -20,7 +20,7 @@ from ..decompressed_size import decompressed_size, deflate_fits_limit
 
 _DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET = 1, 2, 3, 4, 6
 _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = 32000, 32001, 307, 32004, 32015
-_CHECKSUM_BYTES, _SCALE_HEADER_BYTES = 4, 21  # bytes
+_CHECKSUM_BYTES, _SCALE_HEADER_BYTES = 4, 21
 _FILTER_MARGIN_BYTES = 64  # bytes that a filter may add
 
 _NEVER_WRITTEN_MESSAGE = "was never written, and it has no fill value"

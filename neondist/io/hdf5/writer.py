@@ -120,7 +120,7 @@ class _ErrorDeferringFile:
     """File object for h5py that stores errors instead of raising them.
 
     libhdf5 cannot close a file after a failed write: the file stays open, its disk space stays occupied, and the
-    process crashes (libhdf5 2.0). So after an error, writes pretend to succeed, and nothing is written.
+    process crashes (libhdf5 2.0). After an error, therefore, writes pretend to succeed, but write nothing.
 
     Attributes
     ----------
