@@ -1,4 +1,4 @@
-"""Checkpoints of servers: a folder with one file per server, for any number of servers; export to one file."""
+"""Parameter-server checkpoints: one file per server, loaded by any number of servers, or exported to one file."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def _read_table_rows(
 def _read_whole_table(files: Sequence[_ServerFile], spec: EmbeddingTableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > MAX_EXPORTED_TABLE_BYTES:
         raise ConfigError(
-            f"{folder}: table '{spec.name}' has {size / 1e9:.1f} GB, too large to export; load it on servers"
+            f"{folder}: table '{spec.name}' of {size / 1e9:.1f} GB is too large to export; load it on servers"
         )
     rows = initial_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _read_table_rows(files, spec, folder):

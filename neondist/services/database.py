@@ -106,12 +106,12 @@ class TaskDatabase:
             self._connection.close()
 
     def store_note(self, name: str, value: str) -> None:
-        """Store a note."""
+        """Store a text under a name, beside the tasks."""
         with self._lock, self._convert_file_errors():
             self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
 
     def load_note(self, name: str) -> str | None:
-        """Return a note; None if there is none of that name."""
+        """Return a text stored by `store_note`; None if there is none."""
         return self._read_fact(f"note {name}")
 
     # Tasks.
@@ -219,13 +219,13 @@ class TaskDatabase:
 
 
 def read_note(path: Path, name: str) -> str | None:
-    """Return a note in a file; None if there is no such file or note."""
+    """Return a text stored by `store_note`; None if the file or the text does not exist."""
     rows = _execute_on_note(path, "SELECT value FROM facts", name)
     return str(rows[0][0]) if rows else None
 
 
 def delete_note(path: Path, name: str) -> None:
-    """Delete a note from a file, if both exist."""
+    """Delete a text stored by `store_note`, if it exists."""
     _execute_on_note(path, "DELETE FROM facts", name)
 
 

@@ -20,7 +20,7 @@ TASK_STATES = "todo", "doing", "done", "failed"
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of a server: numbers of updates, their samples, parameter bytes, table rows and rejected gradients."""
+    """Status of a server: numbers of updates, samples, parameter bytes, table rows and rejected gradients."""
 
     version: int
     samples: int

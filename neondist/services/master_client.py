@@ -156,7 +156,7 @@ class MasterClient:
         return bool(self.world.bcast(is_credited))
 
     def set_callbacks(self, before_wait: Callable[[], object], while_uninitialised: Callable[[], object]) -> None:
-        """Set functions that the first rank calls before it waits for a task or ends; and while servers are empty."""
+        """Set functions that the first rank calls before it waits for a task or ends, and while servers are empty."""
         self._before_wait, self._while_uninitialised = before_wait, while_uninitialised
 
     def close(self) -> None:

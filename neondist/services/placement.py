@@ -84,7 +84,7 @@ class EmbeddingTableSpec:
     name : str
         Name of the parameter, such as 'embedding/weights'.
     rows, dim : int
-        Number of rows, of which not all need to be in use, and number of elements of a row.
+        Number of rows, not all of which need to be in use, and number of elements of a row.
     dtype : str
     initializer : Initializer
         Initial values of a row, created at its first use.

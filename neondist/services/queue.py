@@ -246,7 +246,7 @@ class TaskQueue:
 
     @type_checked
     def start_round(self, kind: Literal["evaluation", "prediction"], records: Count | None = None) -> None:
-        """Replace the evaluation or prediction tasks by a new round over `records` records (default: the queue's)."""
+        """Replace the evaluation or prediction tasks with a new round over `records` records (default: the queue's)."""
         with self._database.transaction():
             self._database.delete_tasks(kind)
             self._add_round(kind, self._database.count_begun_rounds(kind), records or self.records)
