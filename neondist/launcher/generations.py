@@ -142,7 +142,7 @@ class _MultiGenerationRun:
             return self.start(arguments, self.received_signals, variables, watcher.should_end_generation)
 
     def report_failure(self, members: GenerationMembers, ending: JobEnding) -> None:
-        """Report a loss, and what the next generation resumes from."""
+        """Report a failure, and the checkpoint from which the next generation resumes."""
         self.restarts += 1
         self.is_failure_counted = True
         hosts = self.roster.record_loss(members, ending.lost_nodes, ending.silent_ranks)
@@ -154,7 +154,7 @@ class _MultiGenerationRun:
         say(f"{attempt}: {ending.failure_message}{excluded}; {self.prepare_resume()}, on {self.describe_next_ranks()}")
 
     def report_host_change(self, members: GenerationMembers) -> None:
-        """Report a change of hosts, and what the next generation resumes from."""
+        """Report a change of hosts, and the checkpoint from which the next generation resumes."""
         slots = self.roster.host_pool.list_usable_hosts() if self.roster.host_pool is not None else {}
         old_hosts = members.hosts or {}
         added = [host for host, count in slots.items() if count > old_hosts.get(host, 0)]
@@ -185,7 +185,7 @@ class _MultiGenerationRun:
         return text
 
     def prepare_resume(self) -> str:
-        """Make the next generation resume from the newest checkpoint, if any; describe what it resumes from."""
+        """Make the next generation resume from the newest checkpoint, if any; return a description of this."""
         if self.experiment is None:
             return "restarting the script"
         checkpoints = self.checkpoint_versions()

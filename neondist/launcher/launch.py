@@ -116,7 +116,7 @@ def require_mpirun(env: Mapping[str, str]) -> Mpirun:
 def reject_too_many_ranks(ranks: int, env: Mapping[str, str]) -> None:
     """Raise LaunchError if this machine has too few cores or too little memory for the ranks.
 
-    Not checked in the allocation of a batch system, where mpirun may use machines unknown to this process.
+    In the allocation of a batch system, do nothing, since mpirun may use machines unknown to this process.
     """
     if may_span_machines(env):
         return

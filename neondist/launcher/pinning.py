@@ -1,6 +1,6 @@
 """CPU affinity of the ranks of `neondist run -n N`: consecutive cores of the machine.
 
-Ranks set their affinity without mpirun's options, so that it works with every MPI, as root, and in containers.
+Ranks set their affinity without mpirun's options, so pinning works with every MPI library, as root, and in containers.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class HostListPlacement:
         return _command_on_hosts(mpirun, names, [(host, ranks, command) for host, ranks in self.hosts.items()])
 
     def mpirun_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of mpirun, without a host file, with the user's ssh_config."""
+        """Return the environment of mpirun: without a host file, and with the user's ssh_config."""
         variables = {name: value for name, value in env.items() if name != _HOST_FILE_VARIABLE}
         ssh_arguments = ssh_arguments_for_mpirun(env)
         return {**variables, SSH_ARGS_VARIABLE: ssh_arguments} if ssh_arguments else variables
@@ -161,9 +161,8 @@ def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
     """
     if ranks > resources.replicas:
         raise LaunchError(
-            f"-n {ranks}: the resource file has {counted(resources.replicas, 'device')}; give at most that many"
-            " ranks, or list"
-            " more cpus or gpus"
+            f"-n {ranks}: the resource file has {counted(resources.replicas, 'device')}; give at most that many ranks,"
+            " or list more cpus or gpus"
         )
     return ranks_per_host(slots_by_node(resources), ranks)
 
@@ -185,7 +184,7 @@ def open_job_placement(
         return
     if not mpirun.is_open_mpi:
         raise LaunchError(
-            f"several machines require Open MPI's mpirun, but {mpirun.path} is of another MPI; {INSTALL_REMEDY}"
+            f"several machines require Open MPI's mpirun, but {mpirun.path} belongs to another MPI; {INSTALL_REMEDY}"
         )
     if resources is None:
         yield HostListPlacement(arguments.hosts)

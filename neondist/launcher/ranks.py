@@ -62,11 +62,9 @@ def run_on_ranks(
         Takes the result of `prepare` before mpirun is started, and returns None or, if it has run the command in other
         processes, the exit code.
     """
-
     owns_process = arguments.signals.owns_process
 
     def prepare_with_progress(world: Transport, ranks: int) -> Prepared:
-
         with preparation_progress(world.rank, owns_process):
             return prepare(world, ranks)
 

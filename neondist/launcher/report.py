@@ -14,9 +14,8 @@ from ..terminal.console import say
 
 def print_error(error: UserError) -> None:
     """Print the message to stderr."""
-    say(
-        f"error: {add_location(error)}\n", sys.stderr, end=""
-    )  # in one write: another rank may end this one at any time
+    # in one write: another rank may end this one at any time
+    say(f"error: {add_location(error)}\n", sys.stderr, end="")
 
 
 def report_error(error: UserError) -> None:

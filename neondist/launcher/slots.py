@@ -1,7 +1,7 @@
 """Slots of a machine shared by a user's jobs; each job has a minimum and a maximum number of workers.
 
 A per-user folder has a file for each job, with its bounds and the slots it holds. A job keeps a kernel lock (flock) on
-its file, so that a killed job holds no slots, however it ended. A second lock serialises access to these files.
+its file, so that an ended job holds no slots, even if it was killed. A second lock serialises access to these files.
 """
 
 from __future__ import annotations

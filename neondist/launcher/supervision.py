@@ -1,4 +1,4 @@
-"""Supervision of mpirun: forwards signals, and returns the exit code or a loss, leaving no process behind."""
+"""Supervision of mpirun: forwards signals, reports the exit code or a loss, and leaves no process behind."""
 
 from __future__ import annotations
 

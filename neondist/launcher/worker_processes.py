@@ -167,9 +167,8 @@ class WorkerProcesses:
             self._elastic_slots.free_worker_slots(worker.host, is_job_ending=not is_released)
         if is_released:
             return None
-        self._exit_codes[index] = (
-            code if not _was_killed(code) else STOPPED_EXIT_CODE
-        )  # the signal arrived before the worker's handler was installed
+        # a killed worker received the signal before its handler was installed
+        self._exit_codes[index] = code if not _was_killed(code) else STOPPED_EXIT_CODE
         return None if self._exit_codes[index] in (0, STOPPED_EXIT_CODE) else code
 
     def _restart_worker(self, index: int, worker: _Worker, code: int) -> int | None:

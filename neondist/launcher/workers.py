@@ -56,7 +56,7 @@ def _preload_worker_modules() -> None:
 def open_job_fork_server(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
     """Return a context manager of the fork server of a job with a PyTorch model; it yields None if there is none.
 
-    Open it before the model is loaded. If the command forks no processes, it imports the modules of the model itself.
+    Open it before the model is loaded. A command that forks no processes imports the modules here, in its own process.
     """
     if not arguments.signals.owns_process or not Path(arguments.file).is_file():
         return nullcontext()
