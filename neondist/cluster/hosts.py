@@ -32,7 +32,7 @@ _REASON_BY_EXIT_CODE: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
     114: "has a different version of neondist; install the same version",
 }
-_MAX_FILE_BYTES = 1 << 22  # bytes of a host file
+_MAX_FILE_BYTES = 1 << 22  # maximum size of a host file
 _HOST_PATTERN = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
 _LINE_PATTERN = re.compile(rf"{_HOST_PATTERN}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6}})*))")
 
@@ -158,7 +158,7 @@ class HostSource:
         return output.decode(errors="replace")
 
     def _collect_output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-        """Return what a script has printed when it ends; a child that keeps the pipes open is not waited for."""
+        """Return the output of a script once it exits, without waiting for children that keep the pipes open."""
         deadline = time.monotonic() + HOST_SCRIPT_TIMEOUT
         while True:
             has_ended = process.poll() is not None

@@ -25,8 +25,8 @@ MAX_RANKS_PER_CORE = 16
 MIN_BYTES_PER_RANK = 64 << 20
 """Memory of a rank that has loaded only its libraries, in bytes."""
 _OUTPUT_PREFIX = "neondist-preflight "
-# requires only Python; its argument is a JSON list: [path of mpirun, working folder, a file that exists there if the
-# folder is shared, files to compare]
+# uses only the standard library; its argument is a JSON list: [path of mpirun, working folder, a file that exists there
+# if the folder is shared, files to compare]
 _CHECK_PROGRAM = """
 import hashlib, importlib.util, json, os, subprocess, sys, time
 from importlib import metadata

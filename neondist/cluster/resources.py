@@ -113,8 +113,7 @@ class ResourceSpec:
     resources : path or mapping
         YAML file or its contents. `nodes`: a list of {address, cpus, gpus, chief, ssh_config, network_bandwidth};
         `ssh`: a mapping of names to {username, port, key_file, python_venv, shared_envs}, or a single such mapping for
-        all nodes.
-        Relative paths of key files are relative to the folder of the file.
+        all nodes. Relative paths of key files are relative to the folder of the YAML file.
 
     Attributes
     ----------

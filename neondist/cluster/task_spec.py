@@ -272,7 +272,7 @@ def _parse_tf_config(text: str) -> TaskSpecDef:
     cluster, task = (_tf_config_section(config, name) for name in ("cluster", "task"))
     masters = _task_addresses(cluster, "master") + _task_addresses(cluster, "chief")
     index = task.get("index", 0)
-    if isinstance(index, str) and index.isdecimal():  # as TensorFlow accepts it
+    if isinstance(index, str) and index.isdecimal():  # TensorFlow accepts this too
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
