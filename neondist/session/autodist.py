@@ -34,7 +34,7 @@ _GRID_KEYS = "replicas", "rows", "cols", "planes"
 
 
 class AutoDist:
-    """Distribute the training step of a script written for a single process.
+    """Distribution of the training step of a script written for a single process.
 
     AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
     spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
@@ -291,7 +291,7 @@ def _mute_stdout() -> Callable[[], None]:
 
 
 def _relaunch_with_launcher(resources: ResourceSpec) -> None:
-    """Replace this process by `neondist launch RESOURCES.yaml` with this script and its arguments."""
+    """Replace this process with `neondist launch RESOURCES.yaml` with this script and its arguments."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):
         raise LaunchError(

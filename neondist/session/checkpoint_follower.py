@@ -48,7 +48,7 @@ class UnevaluatedCheckpoint:
 
 
 class CheckpointFollower:
-    """Iteration over the checkpoints of a job as they appear. Collective.
+    """Iterator over the checkpoints of a job as they appear; its methods are collective.
 
     Parameters
     ----------

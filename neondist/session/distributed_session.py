@@ -172,7 +172,7 @@ class DistributedSession:
     def should_stop(self) -> bool:
         """Return whether the loop should end; the same on every rank.
 
-        In an evaluator: waits for the next checkpoint and loads it. Collective.
+        In an evaluator, wait for the next checkpoint and load it. Collective.
         """
         self._require_open()
         return self._role.should_stop()
@@ -187,7 +187,7 @@ class DistributedSession:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one training step and return `function(*args, **kwargs)`. Collective.
 
-        Calls the hooks, and shares stop requests between ranks. A step that fails on a rank ends the session there
+        Call the hooks, and share stop requests between ranks. A step that fails on a rank ends the session there
         without writing a checkpoint.
 
         Parameters
@@ -202,7 +202,7 @@ class DistributedSession:
     def batches(
         self, dataset: Dataset, batch_size: Count, epochs: Count | None = None, seed: Index | None = None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield this rank's part of a batch per `run`, from the restored position until the session stops.
+        """Yield this rank's part of one batch for each `run`, from the restored position until the session stops.
 
         Samples of an epoch are ordered as in an experiment. For a neondist model, its optimiser's schedule is applied.
 

@@ -38,8 +38,8 @@ class StopAtStepHook(Hook):
 class StopAtTimeHook(Hook):
     """Stop training after the first step that ends after a time limit; the run is then complete.
 
-    Each rank has its own clock; all ranks stop after the same step: in a session the step in which the first rank
-    exceeds the limit, in an experiment the next one, since its gradient reduction carries the request.
+    Each rank has its own clock, but all ranks stop after the same step. In a session, this is the step in which the
+    first rank exceeds the limit; in an experiment, it is the next one, whose gradient reduction carries the request.
 
     Parameters
     ----------
