@@ -3,11 +3,13 @@
 import asyncio
 import importlib.util
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import EXPERIMENT, build_command, run_in_process, start_command
@@ -147,6 +149,52 @@ def test_job_is_created_and_followed(api, folder, option, kind, end, code):
     created = {key: value for key, value in api.objects().items() if key[0] in (kind, "ConfigMap")}
     assert created[kind, "toy"]["spec"]
     assert created["ConfigMap", "toy-experiment"]["data"] == {"experiment.yaml": EXPERIMENT}
+
+
+@needs_kmock
+@pytest.mark.parametrize("seed", range(4))
+def test_log_with_interruptions(monkeypatch, capsys, seed):
+    """Print each line once, although connections fail or end early, and requests precede the start of a container."""
+    import kubernetes
+    import urllib3
+
+    from neondist.cluster.submit import kubernetes as jobs
+
+    rng = random.Random(seed)
+    lines, failures = [b"epoch %d\n" % index for index in range(9)], [400, 404, "lost", "lost", "end"] * 2
+    rng.shuffle(failures)
+    cluster, reads = object.__new__(jobs.KubernetesCluster), []
+    cluster._kubernetes, cluster._api, cluster.namespace = kubernetes, SimpleNamespace(), "lab"
+    cluster._api.configuration = SimpleNamespace(host="http://cluster")
+
+    def list_pods(*words, **options):
+        metadata = SimpleNamespace(name="toy-launcher-x")
+        phase = "Running" if len(reads) < len(failures) else "Succeeded"
+        return SimpleNamespace(items=[SimpleNamespace(metadata=metadata, status=SimpleNamespace(phase=phase))])
+
+    def read_log(*words, **options):
+        failure = failures[len(reads)] if len(reads) < len(failures) else None
+        reads.append(failure)
+        if isinstance(failure, int):
+            raise kubernetes.client.ApiException(status=failure, reason="Not found")
+
+        def stream():
+            yield from lines if failure is None else lines[: rng.randrange(9)]
+            if failure == "lost":
+                raise urllib3.exceptions.ProtocolError("connection broken")
+
+        return stream()
+
+    core = SimpleNamespace(list_namespaced_pod=list_pods, read_namespaced_pod_log=read_log)
+    done = {"status": {"conditions": [{"type": "Succeeded", "status": "True"}]}}
+    states = [{}] * (len(failures) + 1)
+    monkeypatch.setattr(kubernetes.client, "CoreV1Api", lambda api: core)
+    monkeypatch.setattr(cluster, "_watch_job", lambda job: iter([states.pop() if states else done]))
+    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
+    assert cluster.follow_job({"kind": "MPIJob", "metadata": {"name": "toy"}}) == 0
+    expected = [*(line.decode().strip() for line in lines), "MPIJob toy: Succeeded (no reason given)"]
+    assert capsys.readouterr().out.splitlines() == expected
+    assert len(reads) == len(failures) + 1
 
 
 @needs_kmock

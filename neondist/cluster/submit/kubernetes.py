@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,12 @@ class KubernetesCluster:
     def follow_job(self, job: Manifest) -> int:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
         reported: set[str] = set()
-        logged_pods: set[str] = set()
+        line_counts: dict[str, float] = {}
         failures = 0
         while True:
             try:
                 for current in self._watch_job(job):
-                    code = self._report_state(job, current, reported, logged_pods)
+                    code = self._report_state(job, current, reported, line_counts)
                     failures = 0
                     if code is not None:
                         return code
@@ -116,7 +117,7 @@ class KubernetesCluster:
                 time.sleep(_REQUEST_TIMEOUT)
 
     def _report_state(
-        self, job: Manifest, current: Manifest | None, reported: set[str], logged_pods: set[str]
+        self, job: Manifest, current: Manifest | None, reported: set[str], line_counts: dict[str, float]
     ) -> int | None:
         """Print the new conditions and logs of a job; return its exit code if it has ended."""
         if current is None:
@@ -125,14 +126,15 @@ class KubernetesCluster:
         conditions = [one for one in current.get("status", {}).get("conditions", []) if one["status"] == "True"]
         for condition in (one for one in conditions if one["type"] not in reported):
             if condition["type"] in _EXIT_CODE_BY_CONDITION:
-                self._print_logs(job, logged_pods)
+                self._print_logs(job, line_counts)
             reported.add(condition["type"])
-            say(f"{_manifest_title(job)}: {condition['type']} ({condition.get('message') or condition['reason']})")
+            cause = condition.get("message") or condition.get("reason") or "no reason given"
+            say(f"{_manifest_title(job)}: {condition['type']} ({cause})")
         types = (condition["type"] for condition in conditions)
         codes = [_EXIT_CODE_BY_CONDITION[name] for name in types if name in _EXIT_CODE_BY_CONDITION]
         if codes:
             return max(codes)
-        self._print_logs(job, logged_pods)
+        self._print_logs(job, line_counts)
         return None
 
     def _connect(self) -> tuple[Any, str]:
@@ -197,8 +199,8 @@ class KubernetesCluster:
             except urllib3.exceptions.ReadTimeoutError:
                 return  # no change
 
-    def _print_logs(self, job: Manifest, logged_pods: set[str]) -> None:
-        """Print the complete logs of started launchers, each once."""
+    def _print_logs(self, job: Manifest, line_counts: dict[str, float]) -> None:
+        """Print the logs of started launchers, by line counts of earlier calls: a log may have been interrupted."""
         api = self._kubernetes.client.CoreV1Api(self._api)
         selector = _LAUNCHER_SELECTORS[job["kind"]].format(job["metadata"]["name"])
         with self._convert_api_errors(job):
@@ -206,14 +208,21 @@ class KubernetesCluster:
                 self.namespace, label_selector=selector, _request_timeout=_REQUEST_TIMEOUT
             ).items
             for pod in pods:
-                if pod.status.phase in (None, "Pending") or pod.metadata.name in logged_pods:
+                name, phase = pod.metadata.name, pod.status.phase
+                if phase in (None, "Pending") or line_counts.setdefault(name, 0) == inf:
                     continue
-                logged_pods.add(pod.metadata.name)
-                response = api.read_namespaced_pod_log(
-                    pod.metadata.name, self.namespace, follow=True, _preload_content=False
-                )
-                for line in response:
-                    say(line.decode(errors="replace").rstrip("\r\n"))
+                try:
+                    response = api.read_namespaced_pod_log(name, self.namespace, follow=True, _preload_content=False)
+                except self._kubernetes.client.ApiException as error:
+                    if error.status not in (400, 404):
+                        raise
+                    continue  # its container has not started, or it was deleted
+                for count, line in enumerate(response, start=1):
+                    if count > line_counts[name]:
+                        line_counts[name] = count
+                        say(line.decode(errors="replace").rstrip("\r\n"))
+                if phase in ("Succeeded", "Failed"):
+                    line_counts[name] = inf
 
     @contextmanager
     def _convert_api_errors(self, manifest: Manifest) -> Iterator[None]:
