@@ -1,1 +1,1 @@
-"""Capture of a module as a graph of operators, and the state on which the graph depends; no distribution."""
+"""Capture of a module as a graph of operators, and checks of the state on which the graph depends."""

@@ -1,4 +1,4 @@
-"""Autocast around a captured module, and inside of it."""
+"""Autocast around captured modules and inside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ir.autocast import AUTOCAST_DEVICES
 from ..ir.graph import Value
 
 _REGION_KEY = "autocast of the module on "
-"""Key of the metadata of operators in an autocast region of the module, followed by the kind of device."""
+"""Metadata key, without the device type at its end, of operators in an autocast region of the module."""
 
 
 def mark_autocast_regions(program: Any) -> None:
@@ -23,7 +23,7 @@ def mark_autocast_regions(program: Any) -> None:
 
 
 def devices_with_own_autocast(node: Any) -> tuple[str, ...]:
-    """Return the kinds of devices for which the module itself sets autocast where it calls an operator."""
+    """Return the device types for which the module itself sets autocast around an operator."""
     metadata = node.meta.get("custom") or {}
     return tuple(device for device in AUTOCAST_DEVICES if f"{_REGION_KEY}{device}" in metadata)
 

@@ -52,11 +52,11 @@ RANDOM_KEY_STRIDE = 1000
 
 
 def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device: torch.device | None = None) -> Any:
-    """Return the exported program of a module; it keeps composite operators if writes need no functionalisation.
+    """Return the exported program of a module; it keeps composite operators unless writes require functionalisation.
 
-    no_grad, inference_mode and autocast around this call are not captured. Those around a run of the program apply to
-    the run, but autocast does not apply where the module sets it itself. Dtypes are those under autocast around this
-    call, and code that calls `torch.is_grad_enabled()` sees the mode around this call.
+    no_grad, inference_mode and autocast around this call are not captured; those around a run of the program apply to
+    that run, except autocast where the module itself sets it. The captured dtypes, however, are those under autocast
+    around this call, and `torch.is_grad_enabled()` in the module returns the mode around this call.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ def lower_program(
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
-            results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
+            results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # counted once
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             mutated[spec.target] = out
         else:

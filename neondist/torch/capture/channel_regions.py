@@ -23,11 +23,11 @@ from ..lowering.lowering import bind_arguments
 from ..rules.channels import prefers_partial_sums
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_MESSAGE = 5e10, 8e9, 1.5e-4
-"""Speed of one core, bandwidth, and latency with waiting: typical values, not measured, so that ranks agree."""
+"""Typical speed of a core, bandwidth, and latency with waiting; not measured, so that all ranks decide alike."""
 BORDER_SECONDS = 4 * SECONDS_PER_MESSAGE
 """Time to gather the inputs of a region and partition its results into tiles, in the forward and backward pass."""
 WEIGHT_PASSES, SUM_PASSES, GATHER_PASSES = 6, 4, 2
-"""Numbers of passes over memory for weights with their gradients, for values summed, and for values gathered."""
+"""Numbers of passes over the memory of weights and their gradients, of summed values, and of gathered values."""
 _PRODUCT_OPS = {"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.linear.default"}
 _BATCH_NORM_OPS = {
     "aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default",
@@ -44,7 +44,7 @@ _CHANNELWISE_OPS = {
 
 @dataclass(frozen=True)
 class _NodeEstimate:
-    """Estimate for a node if it is partitioned by channels.
+    """Estimated effect of partitioning a node by channels.
 
     Attributes
     ----------
@@ -68,13 +68,14 @@ def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
     """Return the nodes of a captured program to partition by channels, which are the same on all ranks."""
     if prod(mesh.parts[1:]) == 1:
         return set()
-    read_inputs = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
+    input_dependent = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     chosen_nodes: set[Node] = set()
     region = dict[Node, _NodeEstimate]()
     for node in program.graph.nodes:
-        if node.op == "placeholder" or (node.op == "call_function" and read_inputs.isdisjoint(node.all_input_nodes)):
-            continue  # an input, or computed from parameters alone
-        read_inputs.add(node)
+        is_constant = node.op == "call_function" and input_dependent.isdisjoint(node.all_input_nodes)
+        if node.op == "placeholder" or is_constant:  # an input, or computed from parameters alone
+            continue
+        input_dependent.add(node)
         partitioned = {each for each, estimate in region.items() if estimate.is_partitioned}
         estimate = estimate_channel_partition(node, mesh, partitioned) if node.op == "call_function" else None
         if estimate is not None and estimate.num_moved <= estimate.num_weights and (region or estimate.num_weights):

@@ -46,7 +46,7 @@ _WRAPPER_REMEDIES = {
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise ConfigError for modules that cannot be captured or would behave differently from a single process."""
+    """Raise ConfigError for modules that cannot be captured or would behave differently than in a single process."""
     for path, part in module.named_modules():
         name = f"the module {path!r}" if path else "the module"
         for kind in type(part).__mro__:
@@ -121,7 +121,7 @@ def requires_grad_flags(name: str, tensors: Sequence[torch.Tensor]) -> dict[str,
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's shape, dtype and bits, on its device, as `comm.agreement.checksum_of` does."""
+    """Return the checksum of `comm.agreement.checksum_of` for a tensor, computed on the tensor's device."""
     seed = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return seed
@@ -139,8 +139,8 @@ class _BackwardPass:
     def __init__(self) -> None:
         self.task_id = -1
         self.output_versions = WeakIdKeyDictionary()
-        # gradients that losses, and models that read outputs of others, have sent in this pass, by the output's id;
-        # the key None is present if they have sent gradients to tensors computed from outputs
+        # gradients that losses and downstream models have sent to outputs in this pass, by the output's id;
+        # the key None is present if they have sent any to tensors computed from outputs
         self.sent_gradients: dict[int | None, list[torch.Tensor]] = {}
 
 
@@ -162,7 +162,7 @@ class BackwardEntryCheck:
         self._pass: _BackwardPass = grid.cached_objects.setdefault(_BackwardPass, _BackwardPass())
 
     def alias_of_output(self, output: Any) -> Any:
-        """Return an alias of an output, to which no gradients flow from uses of the output within the module."""
+        """Return an alias of an output whose gradient excludes that of uses of the output within the module."""
         return output.view_as(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
     def check_gradient_of_output(self, output: torch.Tensor, is_scattered_target: Callable[..., Any]) -> None:
@@ -173,7 +173,7 @@ class BackwardEntryCheck:
             self._pass.output_versions[output] = output._version
 
     def alias_for_model(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for a model to read; gradients that the model sends to outputs of others cause no warning."""
+        """Return a tensor for a model to read, an alias unless it is a leaf; the model's gradients cause no warning."""
         return tensor if tensor.is_leaf else self.alias_for_loss(tensor)
 
     def check_backward_of_loss(self, loss: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def version_counters(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-@suspend_hooks_and_modes()  # which must not see operators that only some passes run
+@suspend_hooks_and_modes()  # modes must not see operators that only some passes run
 def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise ConfigError on all ranks if their weights have diverged. Collective.
 

@@ -32,7 +32,7 @@ _BATCH_NORM_FORWARD_CODES = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.fo
 _METHODS_READING_MEMORY = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
 )  # fmt: skip
-"""Methods that read memory directly, so that dispatch modes do not intercept them."""
+"""Methods that read memory directly, without an operator that a dispatch mode could intercept."""
 _REAL_TENSOR_TYPES = torch.Tensor, nn.Parameter
 _INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
 _METADATA_GETTERS = frozenset(
@@ -42,7 +42,7 @@ _METADATA_GETTERS = frozenset(
 
 
 class ValueReads(NamedTuple):
-    """The tensors from which a forward pass has read numbers; the captured program is valid only for the values read.
+    """Tensors from which a forward pass has read numbers; the captured program is valid only for the values read.
 
     Attributes
     ----------
@@ -268,7 +268,7 @@ class _KnownValueProvider(TorchFunctionMode):
             return result
 
     def _replace_masks(self, index: Any) -> Any:
-        """Return an index whose known boolean masks are replaced by integer indices."""
+        """Return an index whose known boolean masks are replaced with integer indices."""
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
             is_mask = isinstance(item, torch.Tensor) and item.dtype == torch.bool

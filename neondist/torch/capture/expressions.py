@@ -1,4 +1,4 @@
-"""Descriptions of the computation of forward passes, to compare passes."""
+"""Value numbering of forward passes, to compare the computations of different passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Values that the `forward` of a module can reach, and their restoration.
+"""Values that the `forward` of a module can reach.
 
 The values are attributes of modules and objects, items of containers, closures, defaults, class attributes and global
-variables, as far as user code that the `forward` can call refers to them by name.
+variables to which user code that `forward` may call refers by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IGNORED_METHODS = frozenset((
 ))  # fmt: skip
 _ENVIRONMENT_NAMES = frozenset(("environ", "getenv"))
 GRADIENT_MODE_NAMES = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
-"""Names by which code finds out whether PyTorch computes gradients."""
+"""Names that code uses to determine whether PyTorch computes gradients."""
 _DYNAMIC_ACCESS_NAMES = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
 
 _LRU_CACHE_TYPE = type(lru_cache(int))

@@ -138,7 +138,7 @@ class RestorableState:
         return lengthened
 
     def insert_probe_numbers(self, names: Collection[str], probe: _ControlFlowProbe) -> None:
-        """Replace changed numbers with these names by the probe's; if the probe shifts numbers, shift arrays, too."""
+        """Replace changed numbers of these names with the probe's; if the probe shifts numbers, shift arrays, too."""
         for container, before in self._values:
             current = container.read_values()
             if container.in_nn_module or all(container.value_name(key) not in names for key in current):
@@ -273,7 +273,7 @@ _REMEDY_BY_KIND = {
 def _reject_state_kept_between_passes(
     module: nn.Module, inputs: Sequence[torch.Tensor], changed_hooks: Sequence[str]
 ) -> None:
-    """Raise CaptureError if a pass depends on state or on hooks that the previous pass has left."""
+    """Raise CaptureError if a pass depends on state or on hooks that the previous pass left behind."""
     before, passes = RestorableState(module), RepeatedPasses(module, inputs)
     expected_numbers = passes.run()
     changes = before.changed_values()

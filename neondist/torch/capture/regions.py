@@ -68,7 +68,7 @@ class PartitioningConverter:
         return self._converted[key]
 
     def gather(self, values: Iterable[Value]) -> list[Value]:
-        """Gather values after the program on every rank; statistics of channels in one message per dtype."""
+        """Gather values on every rank after the program, with one message per dtype for statistics of channels."""
         lowering, mesh, values = self.lowering, self.lowering.mesh, list(values)
         num_tiles = prod(mesh.parts[1:])
         even_vectors = [

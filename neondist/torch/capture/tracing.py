@@ -1,4 +1,4 @@
-"""Context in which PyTorch traces a module, and conversion of PyTorch's errors."""
+"""Context in which PyTorch traces a module, and translation of PyTorch's errors."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
         why = f"{why}; inputs are tensors: if forward takes a dictionary, wrap the module in one that builds it"
     if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first_line):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
-        why = f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype=, a list for several inputs"
+        why = f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype= (a list for several inputs)"
     if "DataDependent" in name or any(text in first_line for text in _VALUE_READ_ERRORS):
         why = (
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"

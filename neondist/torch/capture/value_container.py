@@ -18,7 +18,7 @@ class ValueContainer(NamedTuple):
     ----------
     path : str
     module : nn.Module or None
-        Innermost module that has the container.
+        Innermost module that owns the container.
     object : the object that holds the values
     names : collection or None
         The relevant names of a mapping or an object; default: all.
