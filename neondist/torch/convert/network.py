@@ -1,4 +1,4 @@
-"""Builder of a network of layers, one value at a time, and nesting of the layers into containers."""
+"""Builder of a network of layers from operators, and nesting of the layers into containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH_STATISTICS_SUFFIXES = ("/mean", "/var")
 
 
 class ModuleTensor(NamedTuple):
-    """A parameter or buffer of the module; `data` is None for other tensors."""
+    """A tensor of the module; `data` is None unless it is a parameter or a persistent buffer."""
 
     name: str
     data: torch.Tensor | None
@@ -151,7 +151,7 @@ class NetworkBuilder:
     def refuse(self, why: str = "it has no corresponding layer", where: OperatorPosition | None = None) -> Any:
         """Raise UnsupportedOperator for the current operator, or for the operator at `where`."""
         raise UnsupportedOperator(
-            where or self.where, why, action="become a layer", remedy="neondist.torch.distribute takes any module"
+            where or self.where, why, action="become a layer", remedy="use neondist.torch.distribute, without layers"
         )
 
     def nest_into_nodes(self, output: TracedValue) -> list[Node]:

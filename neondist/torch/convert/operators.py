@@ -252,7 +252,7 @@ def adaptive_pool(net: NetworkBuilder, x: TracedValue, output_size: Any) -> Any:
         sizes = {-(-(i + 1) * n // m) - start for i, start in enumerate(starts)}
         steps = {b - a for a, b in pairwise(starts)} or {1}
         if len(sizes) > 1 or len(steps) > 1:
-            net.refuse(f"windows of different sizes, or unevenly spaced, are needed to make {m} cells of {n}")
+            net.refuse(f"mapping {n} cells to {m} needs windows of different sizes or uneven spacing")
         windows.append((*sizes, *steps))
     kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
@@ -306,7 +306,7 @@ def dropout_composite(net: NetworkBuilder, x: TracedValue, p: float, train: bool
 def nearest_upsampling(net: NetworkBuilder, x: TracedValue, output_size: Any, scale_factors: Any) -> TracedValue:
     """Only by integer factors."""
     factors = _integer_factors(net, x, scale_factors)
-    if max(factors) > 40 and "exact" not in net.where.operator:  # 1 / 41 is the first that float32 rounds so
+    if max(factors) > 40 and "exact" not in net.where.operator:  # the first such inverse is 1 / 41
         net.refuse(f"PyTorch rounds the inverse of its factors {factors}, so some cells are repeated less often")
     return net.append(layers.UpsampleLayer(factors), x)
 

@@ -43,7 +43,7 @@ def to_torch(model: Model) -> nn.Module:
 
 
 def module_with_weights(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
-    """Return a model's module with these arrays; the model need not be built."""
+    """Return the PyTorch module of a model, with the given arrays as weights; the model need not be built."""
     tensors = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
     return _convert_chain(model.layers, input_shape, tensors)
 
@@ -95,7 +95,7 @@ class AvgPoolIgnoringPadding(nn.Module):
 
 
 class LocalContrast(nn.Module):
-    """(x - local mean) / max(min_deviation, local deviation); min_deviation None: the sample's mean deviation."""
+    """(x - local mean) / max(min_deviation, local deviation); `min_deviation` defaults to the sample's mean."""
 
     def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def _local_contrast(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence
     return [LocalContrast(layer.local_window.axis_weights(shape), padding_modules, min_deviation)]
 
 
-def _convert_local_filtering(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
+def _local_filtering(layer: Any, shape: Shape, arrays: TensorsByName) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     block_extent = layer.shared_filter_extent_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
     return [LocalFilters(arrays, window.kernel, window.stride, _padding_modules(window.padding, shape), block_extent)]
@@ -358,7 +358,7 @@ LAYER_CONVERTERS: dict[str, Callable[[Any, Shape, TensorsByName], Sequence[nn.Mo
     "L2PoolingLayer": _l2_pooling,
     "LCNLayer": _local_contrast,
     "LRNLayer": _response_norm,
-    "LocalFilteringLayer": _convert_local_filtering,
+    "LocalFilteringLayer": _local_filtering,
     "MaxPoolingLayer": _max_pooling,
     "PadLayer": _pad_or_crop,
     "UpsampleLayer": _upsampling,
