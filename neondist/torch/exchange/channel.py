@@ -15,7 +15,7 @@ from .mesh_comm import MeshComm, StagedExchange, TensorsByRank
 
 
 class TransferChannel:
-    """Messages of one transfer through flat buffers, planned once.
+    """Exchange of the messages of one transfer through flat buffers, planned once.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class TransferChannel:
         return result
 
     def _margin_views(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the parts of a view around the rank's own part, if they may have indices that are not received."""
+        """Yield the parts of a view around the rank's own part, if they may include cells that are not received."""
         if not self.transfer.has_unused_cells:
             return
         own_ranges = [piece.target.ranges for piece in self.own_pieces]

@@ -1,6 +1,6 @@
 """Halo exchange and reductions as differentiable PyTorch operators, for code that tiles images itself.
 
-Operators take tensors and numbers: a grid is passed as its handle, a window as its fields.
+A custom operator takes no Python objects: a grid is passed as its handle, and a window as its fields.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
     As for `halo`, gradients are those of the sum of the values on which the ranks call `backward`. Therefore, call
     `backward` on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
 
-    The custom operator `torch.ops.neondist.reduce` implements it; torch.compile knows its shapes and gradient.
+    It is implemented as the custom operator `torch.ops.neondist.reduce`, whose shapes and gradient torch.compile knows.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def trigger_recompute(ctx: Any) -> Any:
 
 
 class ExchangeView(torch.autograd.Function):
-    """View of a partitioned tensor that a rank needs; the adjoint sums the gradients of all views."""
+    """View of a partitioned tensor that includes cells of other ranks; the adjoint sums the gradients of all views."""
 
     @staticmethod
     def forward(
@@ -215,7 +215,7 @@ MIN_UNBUCKETED_BYTES = 1 << 18
 def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Return groups of the gradients with these indices: large ones alone, others joined to about MAX_BUCKET_BYTES.
 
-    `sizes` are those of whole gradients: all ranks need the same groups, although their parts may differ.
+    `sizes` are those of whole gradients, since all ranks need the same groups, although their parts may differ.
     """
     buckets = [[at] for at in indices if sizes[at] >= MIN_UNBUCKETED_BYTES]
     bucket = list[int]()

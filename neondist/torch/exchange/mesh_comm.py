@@ -1,4 +1,4 @@
-"""Communication of tensors over a Transport for the steps of a plan, with accounting."""
+"""Communication of tensors over a Transport for the steps of a plan, and its ledger."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MeshComm:
             torch.autograd.set_multithreading_enabled(False)
 
     def guard(self, seed: int) -> None:
-        """Check steps and schemes for errors, and delay messages, in everything planned from now on."""
+        """Enable checks of steps and schemes, and delays of messages, in everything planned from now on."""
         self.grid, self.has_debug_checks = copy.copy(self.grid), True
         self.grid.world = DebugTransport(self.grid.world, seed)
         self.grid.tile_comm = DebugTransport(self.grid.tile_comm, seed)
@@ -184,7 +184,7 @@ TensorsByRank = dict[int, torch.Tensor]
 
 
 class StagedExchange:
-    """Exchange of flat tensors by the peer's rank, staged through the host if the transport cannot send device memory.
+    """Exchange of flat tensors with peers, staged through the host if the transport cannot send device memory.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ class StagedExchange:
 
 
 def create_messages(buffers: TensorsByRank, first_rank: int, as_tensors: bool) -> list[Message]:
-    """Return a message for each buffer, keyed by rank of the world; `first_rank` is that of the group's first member.
+    """Return a message for each peer, a rank of the world; `first_rank` is the world rank of the group's first member.
 
     Messages contain tensors if the transport supports them, otherwise NumPy arrays that share the tensors' memory.
     """

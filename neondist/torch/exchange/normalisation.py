@@ -20,7 +20,7 @@ class MomentsSpec(NamedTuple):
         Number of groups of channels with statistics per sample; None: statistics per channel over all samples.
     group_size : int
         Number of elements of the whole images that one mean covers.
-    axes : axes of the mesh that the elements of one mean are partitioned over
+    axes : axes of the mesh over which the elements of one mean are partitioned
     own_cells : slices of the spatial dimensions, or None
         Cells that this rank contributes, if it also has cells of other ranks.
     has_placeholder_sample : bool

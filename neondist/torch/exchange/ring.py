@@ -21,7 +21,7 @@ from .mesh_comm import MeshComm, StagedExchange
 
 _OPS = torch.ops.aten
 MAX_SCORES_AT_ONCE = 2**20
-"""Maximum number of scores computed at once, but at least the scores for 64 keys."""
+"""Maximum number of scores computed at once, unless the scores for 64 keys are more."""
 
 
 class RingPlan(NamedTuple):

@@ -80,7 +80,7 @@ class SchemeChannel:
     def _array_for(self, tensor: torch.Tensor, fill: float) -> tuple[GlobalArray, list[int]]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._arrays:
-            self._arrays = {k: kept for k, kept in self._arrays.items() if k[:2] == key[:2]}  # of one size
+            self._arrays = {k: kept for k, kept in self._arrays.items() if k[:2] == key[:2]}  # keep one size only
             plan = self._halo_plan(tuple(tensor.shape[2:]), fill)
             dtype = _as_channels_last(tensor[:0]).dtype
             array = GlobalArray(self.grid, (len(tensor), *plan.extent, tensor.shape[1]), dtype=str(dtype), reuse=True)

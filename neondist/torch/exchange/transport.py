@@ -30,7 +30,7 @@ MESSAGE_KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 ALLREDUCE_DTYPES = ("float32", "float64", "int32", "int64")
 """Dtypes reduced by gloo's own allreduce, which does not support all dtypes."""
 DIRECT_DEVICE_BACKENDS = ("cpu:gloo", "cuda:nccl")
-"""Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
+"""Devices whose tensors a backend sends directly; gloo supports cuda in collectives, but not in messages."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
 PeerTensor = tuple[int, torch.Tensor]
@@ -202,14 +202,14 @@ class TorchTransport(Transport):
         return _TorchExchange(self, sends, receives)
 
     def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
-        """Replace a contiguous array, or a tensor on a supported device, by its sum, or maximum, over all ranks."""
+        """Replace a contiguous array, or a tensor on a supported device, with its sum or maximum over all ranks."""
         if isinstance(array, torch.Tensor):
             self._allreduce_tensor(array, op)
         else:
             self._start_reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Start replacing a contiguous array by its sum over all ranks."""
+        """Start replacing a contiguous array with its sum over all ranks."""
         return self._start_reduction(array, "sum", SUMS)
 
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
