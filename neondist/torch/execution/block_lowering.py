@@ -2,7 +2,7 @@
 
 The rules that distribute the module lower it once, for a single rank that has only a block of every value. The cells of
 a block follow from the reaches that the rules declare (`ir/range_tracing.py`); steps are bound to the block's place.
-Zeros are padded only at the borders of the whole image, so that blocks equal parts of the whole result.
+Zero padding is added only at the borders of the whole image, so that each block equals a part of the whole result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockMesh(Mesh):
 
 
 class InputNorm(NamedTuple):
-    """Norm with statistics of its input; mean and variance have shape (N·groups,) or (C,), y is the result."""
+    """Norm by statistics of its input; `mean` and `variance` have shape (N·groups,) or (C,), and `y` is the result."""
 
     x: Value
     mean: Value

@@ -1,4 +1,4 @@
-"""Fused segments of a module: one exchange for several operators, or strips of a tile one after the other.
+"""Fused segments of a module: several operators that need only one exchange, or that are computed strip by strip.
 
 Each rank receives, in one exchange, all cells on which its tiles of a segment's results depend, and recomputes cells of
 other tiles. Only results in the rank's own tile leave the segment, so that gradients are those of one process; norms
@@ -310,7 +310,7 @@ def results_with_placeholders(record: OperatorRecord) -> Any:
 
 
 def _narrow_dims(x: torch.Tensor, ranges: Mapping[int, Range], held_ranges: Mapping[int, Range]) -> torch.Tensor:
-    """Return ranges, possibly empty ones, of some dimensions of a tensor that has the ranges `held_ranges`."""
+    """Return (possibly empty) ranges of some dimensions of a tensor that holds the ranges `held_ranges`."""
     for dim, (lo, hi) in ranges.items():
         x = x.narrow(dim, max(0, lo - held_ranges[dim][0]), max(0, hi - lo))
     return x

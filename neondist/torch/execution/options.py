@@ -74,7 +74,7 @@ class ExecutionOptions:
     def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return a rank's plan of a program, the tree of outputs, and the lowering in blocks or segments, if any."""
+        """Return a rank's plan, the outputs' tree structure, and the lowering in blocks or segments, if any."""
         args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None = None
         is_exact = all(policy_of_module(path, self.schemes) is None for path in self.schemes)
@@ -94,14 +94,14 @@ class ExecutionOptions:
     def _find_segments(
         self, program: Any, mesh: Mesh, layouts: Sequence[Layout]
     ) -> tuple[SegmentSearch | None, list[OperatorSegment]]:
-        """Return the search for segments, None if no option needs it, and the segments that the options require."""
+        """Return the search for segments (None if no option needs it), and the segments that the options require."""
         has_fusion_scheme = mesh.axes and any(isinstance(policy, FusionScheme) for policy in self.schemes.values())
         args = program, mesh, layouts, self.gather_at, self.schemes
         if has_fusion_scheme or self.strips is not None:
             try:
                 search = SegmentSearch(*args, self.strips)
                 return search, plan_segments(search)
-            except UnsupportedOperator:  # raised again below, unless only rows cannot be partitioned
+            except UnsupportedOperator:  # lower_program raises it again, unless only rows cannot be partitioned
                 if self.tiles_may_have_margins:
                     raise
         return (None if self.memory is None else SegmentSearch(*args, None)), []

@@ -98,7 +98,7 @@ class RecomputedBlocks:
 
     @cached_property
     def nonempty_blocks(self) -> list[_OutputBlock]:
-        """Non-empty blocks."""
+        """Blocks with elements of at least one output."""
         blocks = list[_OutputBlock]()
         compiled_functions = dict[Any, Callable[..., Any]]()
         for place in product(*map(range, self.block_counts)):

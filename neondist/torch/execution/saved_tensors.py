@@ -46,7 +46,7 @@ class SavedTensors:
         return bool(self._holders_by_address) and tensor.data_ptr() in self._holders_by_address
 
     def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Replace a tensor by a copy, detached from the graph, wherever it has been saved."""
+        """Replace a tensor with a copy, detached from the graph, wherever it has been saved."""
         for reference in self._holders_by_address.pop(tensor.data_ptr(), ()):
             saved = reference()
             if saved is not None and _is_same_memory(saved.tensor, tensor):

@@ -32,7 +32,7 @@ class SegmentBuilder(BlockLowering):
     Attributes
     ----------
     has_margin : bool
-        Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
+        Whether a rank reads its tile of the image with a margin wide enough for all windows of the segment.
     segment_values : dict of int to Value
         Values of the segment by their number in the program: inputs, and results of operators.
     window_depth_by_value : dict of int to int
@@ -74,7 +74,7 @@ class SegmentBuilder(BlockLowering):
         Parameters
         ----------
         in_segment : bool
-            False: the operator is not part of the segment, which recomputes the operator's results that it needs.
+            Whether the operator belongs to the segment; otherwise, the segment recomputes those results that it needs.
         """
         state_before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
         try:
@@ -167,7 +167,7 @@ class OperatorSegment:
     strip_rows : int
         Rows of a strip; 0: the whole tile at once.
     has_margin : bool
-        Whether a rank reads its tile of the image with a margin as wide as all windows of the segment need.
+        Whether a rank reads its tile of the image with a margin wide enough for all windows of the segment.
     """
 
     records: dict[int, OperatorRecord]
@@ -214,7 +214,7 @@ class SegmentSearch:
         self.mesh, self.schemes, self.strips = mesh, schemes, strips
         self._has_neighbours = bool(mesh.axes - {0})
         self._num_samples, *_ = shape_of(layouts[0])
-        if strips is not None and mesh.parts[1] == 1:  # so that rules show the dependences between rows
+        if strips is not None and mesh.parts[1] == 1:  # so that rules declare the dependences between rows
             mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
             layouts = [default_layout(shape_of(layout), mesh) for layout in layouts]
         self.program = RecordedProgram(program, mesh, layouts, gather_at)

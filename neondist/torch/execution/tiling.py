@@ -33,7 +33,7 @@ def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
 
 
 def _is_alias(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Return whether a tensor has the same elements as another in the same memory, as the result of `detach` has."""
+    """Return whether a tensor has the same elements as another in the same memory, as the result of `detach` does."""
     if other is None or tensor.shape != other.shape or tensor.stride() != other.stride() or not tensor.numel():
         return False
     return tensor.dtype == other.dtype and tensor.data_ptr() == other.data_ptr()
@@ -91,7 +91,7 @@ class Tiling:
         return attached_layout or next(alias_layouts, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
-        """Return the indices of inputs of unknown layout that may be partitioned differently from the module's."""
+        """Return the indices of inputs of unknown layout that may not be partitioned as the module expects."""
         return [
             at
             for at, (tile, layout) in enumerate(zip(tiles, self.input_layouts, strict=False))
@@ -103,7 +103,7 @@ class Tiling:
     def layouts_of_repartitioned_inputs(
         self, tiles: Sequence[Any], ambiguous_indices: Sequence[int]
     ) -> dict[int, Layout]:
-        """Return, by index, the layouts of tiles that are partitioned differently from the module's inputs.
+        """Return, by index, the layouts of tiles that are not partitioned as the module expects.
 
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """

@@ -219,7 +219,7 @@ def create_trunk_lowering(
     module: nn.Module,
     plan_without_blocks: TorchPlan | None = None,
 ) -> FusedLowering | None:
-    """Return a lowering whose pass fits in a rank's memory, without blocks if possible; None if it has no segments.
+    """Return a lowering whose pass fits in a rank's memory, with blocks only if necessary; None: default lowering.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 
