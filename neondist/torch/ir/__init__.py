@@ -1,1 +1,1 @@
-"""Intermediate representation of a captured module: layouts, transfers, steps, registry of rules; no execution."""
+"""Intermediate representation of captured modules: layouts, values, steps, and the registry of rules."""

@@ -11,7 +11,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """Return the autocast dtype of each kind of device, or None where autocast is off."""
+    """Return the autocast dtype for each of AUTOCAST_DEVICES, or None where autocast is off."""
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in AUTOCAST_DEVICES
     )

@@ -1,7 +1,7 @@
-"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients computed in forward.
+"""Gradients that torch.export does not record: custom autograd.Functions, hooks, and gradients computed in forward.
 
-torch.export records the forward of a Function and drops its backward. Therefore, Functions are replaced by custom
-operators, which run the user's code; other code whose gradients would be dropped is rejected.
+torch.export records the forward of a Function and drops its backward. Therefore, Functions are replaced with custom
+operators that run the user's code; other code whose gradients would be dropped is rejected.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class TorchGraph:
         return {value: step for value, step in steps.items() if reader_counts[value] == 1 and value not in self.outputs}
 
     def recomputed_segments(self) -> list[Segment]:
-        """Return the segments that the backward pass computes again: all but the last one, if `recompute` is set."""
+        """Return the segments that the backward pass recomputes: all but the last if `recompute` is set, else none."""
         return self.executed_segments()[:-1] if self.recompute else []
 
     def executed_segments(
@@ -287,7 +287,7 @@ class TorchGraph:
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         functions: dict[Any, Callable[..., Any]] | None = None,
     ) -> list[Segment]:
-        """Return the segments of a forward pass: those of `recomputed_segments` and the last, or one of all steps.
+        """Return the segments of a forward pass: a single one with all steps unless `recompute` is set.
 
         Parameters
         ----------

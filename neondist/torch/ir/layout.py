@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def from_grid(cls, grid: GridShape, spatial_ndim: int) -> Mesh:
-        """Return the mesh for images with `spatial_ndim` axes; 0: tensors of up to 4 dimensions are no images."""
+        """Return the mesh for images with `spatial_ndim` axes; 0: as for volumes, since there are no images."""
         return cls((grid.replicas, *grid.parts(spatial_ndim or 3)))
 
     @property
@@ -161,7 +161,7 @@ class UnalignedPartitionError(Exception):
     Attributes
     ----------
     required_multiple : int
-        Number of which every bound of the atom must be a multiple; 0: no partition is possible.
+        Every bound of the atom must be a multiple of this number; 0: no partition is possible.
     atom : Atom
     """
 

@@ -40,7 +40,7 @@ def trace_ranges(dependences: Sequence[Dependence], outputs: SymbolRanges) -> Sy
         assert reach.out_partition.origin is not None
         symbol, factor = reach.out_partition.origin
         lo, hi = (at * factor for at in needed_ranges.get(symbol, (0, 0)))
-        if symbol < first_symbol:  # a symbol of another argument, of which earlier calls may need more
+        if symbol < first_symbol:  # the symbol of another argument: earlier calls may need more of its range
             lo, hi = 0, reach.out_partition.extent
         for indices in reach.view(lo, hi, source_atom.extent).ranges:
             extend_symbol_range(needed_ranges, source_atom, *indices)

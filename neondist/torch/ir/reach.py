@@ -13,7 +13,7 @@ SAME_INDEX_WINDOW = Window.for_pointwise(1)
 
 
 class InputDimView(NamedTuple):
-    """View of a part of the results along one dimension.
+    """View that a part of the results needs along one dimension.
 
     Attributes
     ----------

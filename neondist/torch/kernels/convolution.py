@@ -27,9 +27,9 @@ from . import volumes, winograd
 
 Ints = Sequence[int]
 _FALLBACK_BY_NDIM: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d_with_winograd, 3: volumes.conv3d}
-_MIN_OUTPUTS = 256  # least number of outputs for a gain
-_MAX_WEIGHTS_PER_OUTPUT = 1000  # most weights per output, since weights are reordered in each call
-_MAX_DEPTHWISE_WINDOW = 512  # most cells of a depthwise window
+_MIN_OUTPUTS = 256  # minimum number of outputs for a speed-up
+_MAX_WEIGHTS_PER_OUTPUT = 1000  # limited, since weights are reordered in each call
+_MAX_DEPTHWISE_WINDOW = 512  # maximum number of cells of a depthwise window
 
 
 def conv(
