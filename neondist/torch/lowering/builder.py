@@ -199,7 +199,7 @@ class PlanBuilder(StepListBuilder):
         return tuple(resharded)
 
     def view_whole_along(self, value: Value, dims: Iterable[int], partition_axes: Iterable[int]) -> Value:
-        """Return a value with these dimensions whole, for work partitioned over the axes of `partition_axes`."""
+        """Return a value with these dimensions whole, for work partitioned over `partition_axes`."""
         dims = set(dims)
         layout = replicated_along(value.layout, dims)
         if layout == value.layout:

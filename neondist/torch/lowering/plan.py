@@ -76,8 +76,7 @@ class TorchPlan(TorchGraph):
     def runs_original_module(self) -> bool:
         """Whether the only rank runs the module itself instead of the steps.
 
-        False if the steps save memory, or draw random numbers: in a plan, these have keys that make them equal on all
-        grids.
+        False if the steps save memory, or draw random numbers, which are equal on all grids only in a plan.
         """
         saves_memory = self.recompute or any(step.blocks is not None for step in self.steps)
         return self.mesh.size == 1 and self.seed_id is None and not saves_memory

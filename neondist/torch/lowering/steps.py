@@ -301,7 +301,7 @@ class OperatorPosition(NamedTuple):
     source : str
         The user's file and line.
     own_autocast : tuple of str
-        Kinds of devices for which autocast around a pass does not apply, because the module sets it itself.
+        Device types for which autocast around a pass does not apply, because the module sets it itself.
     """
 
     operator: str

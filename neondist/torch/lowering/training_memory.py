@@ -30,7 +30,7 @@ class _SavedValues:
     extra_bytes_per_byte : float
         Further bytes that are kept, per byte of the first output.
     aliases : dict of int to int
-        For each output that shares memory with an input or an earlier output, that value.
+        The inputs or earlier outputs with which outputs share memory, by the ids of these outputs.
     aliased_grads : set of int
         Inputs whose gradient shares memory with an output's.
     """
@@ -167,7 +167,7 @@ class _Lifetimes:
 
     def _values_kept_as_views(self, owners: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Return, for each value copied into a view, the view's step and the view, which is kept instead."""
-        views_by_value, rank = dict[int, tuple[int, int]](), self.plan.rank  # whose views stand for those of all ranks
+        views_by_value, rank = dict[int, tuple[int, int]](), self.plan.rank  # its views stand for those of all ranks
         for at, step, _ in self.steps:
             if step.kind == "view" and step.scheme is None and step.outputs[0] not in self.timeline.segment_of_value:
                 value = owners.get(step.inputs[0], step.inputs[0])
