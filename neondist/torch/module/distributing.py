@@ -60,17 +60,17 @@ def distribute(
         Transport if no grid is given: mpi4py, or torch.distributed (for `torchrun`).
     recompute : bool
         Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
-        segments in the backward pass, including their messages: saves memory at the cost of one more forward pass
+        segments in the backward pass, including their messages. This saves memory at the cost of one more forward pass
         (Chen et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool or callable
-        Compile the computation between messages with torch.compile, or with this function. On one rank the module
-        itself runs: compile the module instead.
+        Compile the computation between messages with torch.compile, or with this function. On one rank, the module
+        itself usually runs: compile the module instead.
     scheme : ExchangePolicy or str, or a dict of module path to scheme
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
-        'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
-        chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Other schemes,
-        such as 'tower' or 'stale(steps=2)', are approximate (docs/schemes.md). Modules that are not in the dict inherit
-        the scheme of their parent. Only operators with a window are approximated.
+        'deep_halo(layers=3)', three consecutive windows share an exchange and recompute cells of other tiles; with
+        'auto', a planner selects which windows do so. With 'overlap_tile', `scatter` returns tiles with all the cells
+        that they need. Other schemes, such as 'tower' or 'stale(steps=2)', are approximate (docs/schemes.md). Modules
+        that are not in the dict inherit the scheme of their parent. Only operators with a window are approximated.
     memory : int or str, optional
         Total memory limit of all ranks on a machine, such as '8GiB'. A pass that needs more is computed block by block
         up to the first operator that depends on the whole image, or has an approximate border scheme; in training,
@@ -92,7 +92,7 @@ def distribute(
     Raises
     ------
     UnsupportedOperator
-        If an operator has no rule; the message names the operator, the module's path and the user's file and line.
+        If an operator cannot be distributed; the message names it, the module's path, and the user's file and line.
     ConfigError
         If an argument is invalid, or the module cannot be captured or differs between ranks.
     """

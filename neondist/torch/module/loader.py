@@ -128,8 +128,8 @@ class Loader:
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {counted(num_samples, 'sample')} has a tensor of shape"
-                        f" {tuple(leaves[at].shape)} on this"
-                        f" rank, but {expected} was expected; make collate_fn return one entry per sample"
+                        f" {tuple(leaves[at].shape)} on this rank, but {expected} was expected; make collate_fn return"
+                        " one entry per sample"
                     )
                 mark_with_layout(leaves[at], layout)
         return pytree.tree_unflatten(leaves, tree)

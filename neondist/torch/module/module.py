@@ -203,10 +203,10 @@ class DistributedModule(nn.Module):
         self.programs.export_context = create_context
 
     def guard(self, seed: int = 0) -> None:
-        """Check custom rules and border schemes in subsequent passes; slow, with identical results.
+        """Check custom rules and border schemes in subsequent passes, which are slower but return the same results.
 
-        A HaloError names a step that modifies its inputs, or whose result on some rank is not the declared part, or a
-        scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
+        A HaloError names a step that modifies its inputs or returns another shape or dtype than its rule declares, or
+        a scheme that leaves cells of other tiles unfilled. Messages are delayed at random.
         """
         self.comm.guard(seed)
         self.programs.clear()
@@ -318,7 +318,7 @@ class DistributedModule(nn.Module):
         ----------
         criterion : callable
             Function or module of (output, target), such as torch.nn.CrossEntropyLoss(); a mean over cells or samples
-            becomes the mean over the whole images. Each criterion is captured once, like the module.
+            becomes the mean over the whole images. The criterion is captured like the module.
         output, target
             This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of tiles.
         """

@@ -66,7 +66,8 @@ class ModuleScope:
         for number, model in enumerate(models):
             name_prefix = f"{number}." if len(models) > 1 else ""
             parameters |= {name_prefix + name: p for name, p in model.named_parameters() if p.requires_grad}
-        first_name_by_id = {id(p): name for name, p in reversed(parameters.items())}  # shared ones have several
+        # shared parameters have several names
+        first_name_by_id = {id(p): name for name, p in reversed(parameters.items())}
         return {name: p for name, p in parameters.items() if first_name_by_id[id(p)] == name}
 
     @contextmanager
@@ -93,7 +94,7 @@ class ModuleScope:
 
     @contextmanager
     def _distribute_calls(self, enabled: bool) -> Iterator[None]:
-        """Replace the modules' classes by classes whose calls are distributed, or restore the original classes.
+        """Replace the modules' classes with classes whose calls are distributed, or restore the original classes.
 
         `torch.distributed.fsdp.fully_shard` also replaces classes; here, this lasts only while the function runs.
         """

@@ -77,7 +77,7 @@ class ModuleParameters(Parameters):
     tensors : mapping of str to torch.nn.Parameter
         The module's parameters by name, on the CPU and of one dtype.
     sparse : set of torch.nn.Parameter, optional
-        Tables of which only changed rows are sent, with their ids.
+        Tables for which only changed rows are sent, with their ids.
 
     Attributes
     ----------
@@ -242,12 +242,12 @@ class ModuleParameters(Parameters):
         )
         if current != original:
             raise ConfigError(
-                f"model: parameter '{name}' is {current}, but was {original} when its optimizer was created; convert"
-                " the module before you create the optimizer"
+                f"model: parameter '{name}' is {current}, but was {original} when its optimiser was created; convert"
+                " the module before you create the optimiser"
             )
 
     def partition_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace parameters in an optimiser's groups and state by this rank's parts; return the optimiser.
+        """Replace parameters in an optimiser's groups and state with this rank's parts; return the optimiser.
 
         An optimiser is created with whole parameters, since its groups may depend on their shapes and identities.
         """

@@ -30,7 +30,7 @@ _METADATA_FUNCTIONS = frozenset(
 
 
 class TiledOutput(torch.Tensor):
-    """Whole output, of which this rank has a tile.
+    """Whole output of a distributed module; this rank stores its tile.
 
     A loss of torch.nn with reduction 'mean' or 'sum' is computed on the tiles, as `DistributedModule.loss` does. Any
     other operation gathers the whole tensor on every rank, once and differentiably. Both are collective.

@@ -1,4 +1,4 @@
-"""Files of weights and optimizer state."""
+"""Files of weights and optimiser state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STORAGE_DTYPES = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtyp
 
 
 class PartitionedOptimizer(torch.optim.Optimizer):
-    """Optimizer whose state is partitioned over the ranks."""
+    """Optimiser whose state is partitioned over the ranks."""
 
     def gather_slots(self, slot_names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
         """Return whole state tensors by 'PARAMETER/SLOT'; first create the slots in `slot_names`. Collective."""
@@ -51,7 +51,7 @@ def save_weights(
     path : path
         The file can be read on any number of ranks, and by any program that reads safetensors.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer of the model's parameters, or its DistributedOptimizer; its state is also written, as
+        Optimiser of the model's parameters, or its DistributedOptimizer; its state is also written, as
         'optimizer/PARAMETER/NAME', but not learning rates and other settings, which the script sets, and not the error
         feedback of compressors.
     **metadata
@@ -81,11 +81,11 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     ----------
     model : DistributedModule or torch.nn.Module
     path : path
-        File of safetensors or torch.save (.pt, .pth, .ckpt, .bin) with a state_dict, at top level or under a key such
-        as 'model' or 'state_dict'. Rank 0 reads the file, which must contain all of the model's state; values of
-        another precision are converted.
+        File in safetensors format, or from torch.save (.pt, .pth, .ckpt, .bin) with a state_dict, at top level or
+        under a key such as 'model' or 'state_dict'. Rank 0 reads the file, which must contain all of the model's
+        state; values of another precision are converted.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer whose state is also restored from the file.
+        Optimiser whose state is also restored from the file.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's and an optimizer's state by name; only partitioned state is copied."""
+    """Return the tensors of a module's and an optimiser's state by name; only partitioned state is copied."""
     tensors = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -167,13 +167,13 @@ def optimizer_state_tensors(
     for parameter, state in optimizer.state.items():
         if parameter not in name_by_parameter:
             raise ConfigError(
-                "optimizer: has a parameter that is not the model's; create the optimizer from model.parameters()"
+                "optimizer: has a parameter that is not the model's; create the optimiser from model.parameters()"
             )
         for slot, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ConfigError(
                     f"optimizer: {type(optimizer).__name__} keeps {slot!r} as a {type(value).__name__}, but files"
-                    " contain only tensors; use another optimizer"
+                    " contain only tensors; use another optimiser"
                 )
             if value is not None:
                 slots[f"{name_by_parameter[parameter]}/{slot}"] = value
