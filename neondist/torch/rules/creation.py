@@ -1,4 +1,4 @@
-"""Creation of tensors from a shape, replicated on every rank, or like another tensor, partitioned like it."""
+"""Creation of tensors: replicated if created from a shape, or partitioned like the tensor that they resemble."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def pad(
             x = slice_dim(lowering, x, dim, max(0, -before), x.shape[dim] - max(0, -after))
             before, after = max(0, before), max(0, after)
             if max(before, after) > x.shape[dim]:
-                lowering.refuse("it would wrap more cells than remain, where PyTorch 2.13 returns arbitrary values")
+                lowering.refuse("it would wrap more cells than remain: PyTorch 2.13 returns arbitrary values")
         if before or after:
             x = _pad_dim(lowering, x, dim, before, after, mode, float(value or 0.0))
     return x

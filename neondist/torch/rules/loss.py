@@ -155,8 +155,8 @@ def checked_cross_entropy(input: torch.Tensor, *args: Any, **kwargs: Any) -> tor
     if input.ndim > 1 and input.shape[1] == 1:
         raise CaptureError(
             "the cross entropy over a single class is 0 for any output, so that nothing is trained; use"
-            " BCEWithLogitsLoss for one output and two classes, MSELoss for a number, or give the last layer an output"
-            " per class"
+            " BCEWithLogitsLoss for one output and two classes, MSELoss for regression, or give the last layer one"
+            " output per class"
         )
     return F.cross_entropy(input, *args, **kwargs)
 

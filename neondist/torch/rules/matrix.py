@@ -51,9 +51,9 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
 
     def run_and_drop_empty_outputs(*tensors: torch.Tensor) -> list[torch.Tensor]:
         all_outputs = run(*tensors) if returns_tuple else [run(*tensors)]
-        return [each for each, wanted in zip(all_outputs, is_nonempty, strict=True) if wanted]
+        return [out for out, nonempty in zip(all_outputs, is_nonempty, strict=True) if nonempty]
 
-    nonempty_fake_outs = [out for out, one in zip(fake_outs, is_nonempty, strict=True) if one]
+    nonempty_fake_outs = [out for out, nonempty in zip(fake_outs, is_nonempty, strict=True) if nonempty]
     results = lowering.local_results(
         run_and_drop_empty_outputs,
         args,
@@ -63,7 +63,7 @@ def batched_matrix_operator(lowering: Lowering, **arguments: object) -> Value | 
     if "linalg_lu.default" in str(lowering.target):
         results[0].kind = "constant"  # a permutation of rows, which has no gradient
     pending = [lowering.partition_as(y, _result_layout(lowering, batch, values[0], y.shape)) for y in reversed(results)]
-    outputs = tuple(pending.pop() if one else None for one in is_nonempty)
+    outputs = tuple(pending.pop() if nonempty else None for nonempty in is_nonempty)
     return outputs if returns_tuple else outputs[0]
 
 
@@ -117,7 +117,7 @@ def diagonal_scatter(lowering: Lowering, x: Value, src: Value, offset: int = 0, 
 
 
 def _diagonal_layout(layout: Layout, dims: Collection[int], extent: int) -> Layout:
-    """Return the layout of the diagonals along two whole dimensions, which become one dimension, the last."""
+    """Return the layout of the diagonals along two whole dimensions, which become the last dimension."""
     return (*(dim for at, dim in enumerate(layout) if at not in dims), (Atom(extent),))
 
 

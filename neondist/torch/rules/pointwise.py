@@ -13,8 +13,7 @@ from ..ir.registry import POINTWISE_OPS, rule
 from ..lowering.lowering import Lowering
 
 POINTWISE_OPS.update((
-    "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
-    "aten.contiguous.default",
+    "aten.clone.default", "aten._to_copy.default", "aten.alias.default", "aten.contiguous.default",
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device",
     "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
     "aten.where.ScalarOther", "aten.where.Scalar", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",

@@ -68,8 +68,7 @@ def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: float = 
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, x], product.layout, lowering.fake_out.dtype)
 
 
-@rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default",
-      "aten.mv.default", "aten.dot.default")  # fmt: skip
+@rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default", "aten.mv.default", "aten.dot.default")
 def matmul(
     lowering: Lowering, x: Value, other: Value | None = None, mat2: Value | None = None, vec: Value | None = None,
     tensor: Value | None = None,

@@ -358,11 +358,9 @@ def order_statistic(
 
 
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
-      "aten.argmax.default", "aten.argmin.default",
-      "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim", "aten.glu.default",
-      "aten.any.dim", "aten.all.dim",
-      "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
-      "aten.normalize.default")  # fmt: skip
+      "aten.argmax.default", "aten.argmin.default", "aten.topk.default", "aten.sort.default", "aten.sort.stable",
+      "aten.max.dim", "aten.min.dim", "aten.glu.default", "aten.any.dim", "aten.all.dim", "aten.logsumexp.default",
+      "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default", "aten.normalize.default")  # fmt: skip
 def operator_along_dims(lowering: Lowering, x: Value, dim: Dims = None, **_: object) -> Value | tuple[Value, ...]:
     """Compute locally along unpartitioned dimensions; otherwise decompose, or gather the dimension."""
     (values, run), dims, original_layout = lowering.values_and_function(), nonnegative_dims(x, dim), None

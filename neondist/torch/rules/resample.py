@@ -258,7 +258,7 @@ def _average_pool_dim(lowering: Lowering, x: Value, dim: int, n_out: int) -> Val
 
 
 def _local_cells_of_bins(bins: Sequence[range], first_cell: int, end_cell: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each bin's local indices of the cells [first_cell, end_cell), padded with their number, and bin sizes."""
+    """Return local indices of each bin's cells in [first_cell, end_cell), padded with their number, and bin sizes."""
     num_cells, max_bin_size = max(0, end_cell - first_cell), max(map(len, bins), default=0)
     local_indices = torch.full((len(bins), max_bin_size), num_cells)
     for cells, row in zip(bins, local_indices, strict=True):

@@ -24,12 +24,8 @@ def reshape(lowering: Lowering, x: Value, **_: object) -> Value:
     return lowering.reshape(x, lowering.fake_out.shape)
 
 
-@rule(
-    "aten.as_strided.default",
-    "aten.as_strided_copy.default",
-    "aten.as_strided_scatter.default",
-    applies_if_replicated=True,
-)
+@rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+      applies_if_replicated=True)  # fmt: skip
 def as_strided(lowering: Lowering, **_: object) -> NoReturn:
     """Reject the operator, which addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
