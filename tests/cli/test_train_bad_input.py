@@ -43,7 +43,7 @@ from neondist.cli import main
         (MODEL_DEFINITION.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
         (
             MODEL_DEFINITION.replace("torch.optim.SGD(parameters, lr)", "3"),
-            "optimizer must return a torch optimizer, got int",
+            "optimizer must return a torch.optim.Optimizer, got int",
         ),
         (MODEL_DEFINITION.replace("4 * 4", "5"), "out"),
         (

@@ -224,7 +224,7 @@ class ModelDefinition:
                 )
             if not isinstance(result, torch.optim.Optimizer):
                 raise ConfigError(
-                    f"{source_line}: optimizer must return a torch optimizer, got {type(result).__name__}"
+                    f"{source_line}: optimizer must return a torch.optim.Optimizer, got {type(result).__name__}"
                 )
             return result
 

@@ -25,7 +25,7 @@ _PLAIN_TYPES = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(PartitionedOptimizer):
-    """A torch.optim optimizer partitioned over the ranks by a strategy. Collective.
+    """A torch.optim optimiser partitioned over the ranks by a strategy. Construction is collective.
 
     Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module,
     and are stored in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
@@ -35,17 +35,17 @@ class DistributedOptimizer(PartitionedOptimizer):
     model : DistributedModule
         A module returned by `distribute`. Its parameters become views of one flat buffer.
     optimizer : class
-        Optimizer class, such as torch.optim.Adam, or a function of a list of parameters and the arguments. It is first
-        called with other parameters, to check the optimizer; groups must consist of parameters in the list.
+        Optimiser class, such as torch.optim.Adam, or a function of a list of parameters and the arguments. It is first
+        called with other parameters, to check the optimiser; groups must consist of parameters in the list.
     strategy : StrategyBuilder or Strategy or str, optional
         A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
     **arguments
-        Further arguments of the optimizer, such as lr.
+        Further arguments of the optimiser, such as lr.
 
     Raises
     ------
     ConfigError
-        On every rank, if the strategy does not match the model or the grid, or partitions parameters that the optimizer
+        On every rank, if the strategy does not match the model or the grid, or partitions parameters that the optimiser
         can only update whole.
 
     Examples
@@ -118,7 +118,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         if self.parameters.names_with_owners:
             self.grid.check("DistributedOptimizer.step")
         if self._overflow_parameter is not None:
-            self._overflow_parameter.grad = None  # so that the optimizer creates no state for it
+            self._overflow_parameter.grad = None  # so that the optimiser creates no state for it
         with self.parameters.optimizer_update():
             self.optimizer.step()
         return loss
@@ -157,14 +157,14 @@ class DistributedOptimizer(PartitionedOptimizer):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unpartitioned state, as an optimizer in a single process would. Collective.
+        """Return the unpartitioned state, as an optimiser in a single process would. Collective.
 
-        Compressors add their arrays as 'synchronisation'; arrays that differ between ranks get a first axis of ranks.
+        Compressors add their arrays as 'synchronisation'; arrays that differ between ranks are stacked by rank.
         """
         self.grid.check("DistributedOptimizer.state_dict")
         result = self._as_state_dict(self.gather_slots())
         sync_tensors = {}
-        for state in self.parameters.compressed.sync_states():  # a first axis of ranks, unless they have the same array
+        for state in self.parameters.compressed.sync_states():  # stacked by rank unless equal
             array = state.array.copy() if state.same_on_all_ranks else self.grid.world.allgather_array(state.array)
             sync_tensors[state.name] = torch.from_numpy(array)
         return result | ({SYNCHRONISATION: sync_tensors} if sync_tensors else {})
@@ -214,7 +214,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         if self._has_frozen_param_groups:
             raise ConfigError(
                 "add_param_group: groups are fixed, because the strategy has partitioned the parameters; create a new"
-                " optimizer"
+                " optimiser"
             )
         super().add_param_group(param_group)
 
@@ -230,7 +230,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         return {"state": {index: slots for index, slots in state_by_index.items() if slots}, "param_groups": groups}
 
     def _reject_other_optimizers(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise ConfigError for another optimizer of parameters with owners, which would not see their gradients."""
+        """Raise ConfigError for another optimiser of parameters with owners, which would not see their gradients."""
         if updates_any(optimizer, self._partitioned_ids):
             raise ConfigError(
                 f"step: a DistributedOptimizer partitions the parameters of this {type(optimizer).__name__}; call the"

@@ -69,7 +69,7 @@ class TorchModel(TrainableModel):
         `overlap_tile` the tile includes a margin, which the loss ignores. Default: move channels first, and convert
         integer labels to int64.
     weights : path, optional
-        A file of safetensors or torch.save with a state_dict of initial weights.
+        File of initial weights, as for `load_weights`.
     gather_at : sequence of str
         Paths of modules that every rank computes on whole arrays.
     seed : int
@@ -77,8 +77,8 @@ class TorchModel(TrainableModel):
     dtype : {'float32', 'float64'}
         Dtype to which the module is converted, including parameters that the factory creates with another dtype.
     precision : {'float32', 'tf32', 'bfloat16', 'float16'}
-        With bfloat16 and float16 the module and its loss run under `torch.autocast`; parameters stay float32. With
-        float16 the loss is scaled, and steps with overflowing gradients are skipped.
+        With bfloat16 and float16, the module and its loss run under `torch.autocast`; parameters stay float32. With
+        float16, the loss is scaled, and steps with overflowing gradients are skipped. tf32 has an effect on GPUs only.
     recompute : bool
         Recompute segments of the module in the backward pass instead of storing their activations.
     scheme : ExchangePolicy or str, or a mapping of module path to scheme
@@ -90,7 +90,7 @@ class TorchModel(TrainableModel):
 
     Notes
     -----
-    A module is captured once per batch size, including a smaller last batch of an epoch or split.
+    A module is captured once for each mode and batch size, including that of a smaller last batch.
     """
 
     distributed = True
@@ -304,8 +304,8 @@ class TorchModel(TrainableModel):
         """Return the loss as a sum over cells, to be added over boxes; ConfigError unless it is a mean over cells."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
-                "feed: computes labels from whole images; evaluate without block, and with enough memory for whole"
-                " images"
+                "feed: its labels cannot be computed block by block; leave out the block size, and allow enough memory"
+                " for whole images"
             )
         return CellLoss(self.cost)
 
@@ -340,7 +340,7 @@ class TorchModel(TrainableModel):
             return channels_last(model(self._apply_feed(x, None, batch_size)[0]))
 
     def checkpoint_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return the contents of a checkpoint: the module's state and the optimizer's state."""
+        """Return the contents of a checkpoint: the states of the module and of the optimiser."""
         slot_names = [name.removeprefix(f"{MODULE_KEY}/") for name in slots]
         create_optimizer_state(self.built_parameters.optimizer_parameters, self.torch_optimizer, slot_names)
         weights = whole_arrays(state_tensors(self.module), self.grid)
@@ -440,7 +440,7 @@ class TorchModel(TrainableModel):
             return apply_feed(self._feed, x, targets, shape, TORCH_DTYPES[str(self.dtype)], self.input)
 
     def apply_scheduled_rates(self) -> None:
-        """Set the optimizer's learning rate and momentum for the next step."""
+        """Set the optimiser's learning rate and momentum for the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._base_learning_rates, strict=True):
                 if rate is not None:

@@ -67,7 +67,7 @@ class TorchLoss(Registered):
 
 
 class TorchOptimizer(ScheduledOptimizer, Registered):
-    """An optimizer from torch.optim or from an imported module.
+    """An optimiser from torch.optim or from an imported module.
 
     Parameters
     ----------
@@ -92,17 +92,17 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
 
     def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer for a module's parameters."""
+        """Return the optimiser for a module's parameters."""
         parameter_list = list(parameters)
         optimizer = call_checked("arguments", self.constructor, parameter_list, **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"name: returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; name a class or a"
-                " function that returns an optimizer"
+                " function that returns an optimiser"
             )
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if not {*map(id, tensors)} <= {*map(id, parameter_list)}:
-            raise ConfigError("name: creates an optimizer of other parameters; select groups from its first argument")
+            raise ConfigError("name: creates an optimiser of other parameters; select groups from its first argument")
         return optimizer
 
     @cached_property
@@ -134,7 +134,7 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
 
 
 def updates_any(optimizer: torch.optim.Optimizer, tensor_ids: Container[int]) -> bool:
-    """Return whether an optimizer updates any of the tensors, given by their ids."""
+    """Return whether an optimiser updates any of the tensors, given by their ids."""
     return any(id(tensor) in tensor_ids for group in optimizer.param_groups for tensor in group["params"])
 
 

@@ -27,10 +27,7 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
 
 
 def expected_ndim_and_channels(module: nn.Module) -> tuple[int, int | None]:
-    """Return the numbers of spatial axes and of channels of a module's images, from its first convolution.
-
-    Convolutions are in registration order; the result is (2, None) for a module without convolutions.
-    """
+    """Return the numbers of spatial axes and channels that the first registered convolution takes, else (2, None)."""
     for layer in module.modules():
         kernel_size = getattr(layer, "kernel_size", None)
         in_channels = getattr(layer, "in_channels", None)

@@ -81,7 +81,7 @@ class CellLoss:
 
 
 class OwnedOutputTotals:
-    """Sums over the ranks of counts over their outputs; outputs that several ranks have count once."""
+    """Sums over the ranks of counts over their outputs; outputs replicated on several ranks are counted once."""
 
     def __init__(self, grid: ProcessGrid, owns_output: bool) -> None:
         self.owns_output = owns_output

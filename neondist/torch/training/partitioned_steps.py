@@ -51,7 +51,7 @@ class PartitionedOptimizerSteps:
         grid.on_close(hooks.register_optimizer_step_pre_hook(self._replace_by_own_parts).remove)
 
     def _replace_by_own_parts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Replace an optimiser's parameters and gradients by this rank's parts."""
+        """Replace an optimiser's parameters and gradients with this rank's parts."""
         if self._is_exposing_parts or not updates_any(optimizer, self._part_by_id):
             return
         if any(callable(argument) for argument in (*args, *kwargs.values())):

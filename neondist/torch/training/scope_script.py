@@ -59,10 +59,10 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         parameter_ids = set(map(id, scope.parameters.values()))
         optimizers = [item for item in _live_instances(torch.optim.Optimizer) if updates_any(item, parameter_ids)]
         if len(scope.models) != 1 or len(optimizers) != 1:
+            counts_text = f"{counted(len(scope.models), 'model')} and {counted(len(optimizers), 'optimiser')}"
             raise ConfigError(
-                f"session: the scope has {counted(len(scope.models), 'model')} and"
-                f" {counted(len(optimizers), 'optimizer')}, but a session"
-                " takes one of each; combine the modules, and create one optimizer before the session"
+                f"session: the scope has {counts_text}, but a session takes one of each; combine the modules, and"
+                " create one optimiser before the session"
             ).mark_raised_on_all_ranks()
         schedulers = [item for item in _live_instances(LRScheduler) if item.optimizer is optimizers[0]]
         inner_scheduler_ids = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}

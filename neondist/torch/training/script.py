@@ -68,8 +68,8 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
         if len(modules) > 1 or len(optimizers) > 1:
             raise ConfigError(
-                f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimizer')} given, but a"
-                " session takes one of each; wrap the modules in one, or give one optimizer with several groups"
+                f"model: {counted(len(modules), 'module')} and {counted(len(optimizers), 'optimiser')} given, but a"
+                " session takes one of each; wrap the modules in one, or give one optimiser with several groups"
             )
         if optimizers and not modules:
             raise ConfigError(f"model: {type(optimizers[0]).__name__} needs its module; give [module, optimizer]")
@@ -84,7 +84,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         """Raise ConfigError if there is no optimiser."""
         if self.optimizer is None:
             raise ConfigError(
-                "model: the module has no optimizer to save; create an ndt.DistributedOptimizer for the module, or"
+                "model: the module has no optimiser to save; create an ndt.DistributedOptimizer for the module, or"
                 " give [module, optimizer]"
             )
 
@@ -122,7 +122,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         random_states = self.grid.world.allgather(own_random_state)
         distinct_states = sorted(set(random_states))  # usually all ranks but the first have the same state
         return {
-            "groups": to_json_value("param_groups", group_settings, "keep it outside the optimizer's parameter groups"),
+            "groups": to_json_value("param_groups", group_settings, "keep it outside the optimiser's parameter groups"),
             "forwards": self.step_counter.step,
             "random": {"states": distinct_states, "ranks": [distinct_states.index(state) for state in random_states]},
         }
@@ -132,7 +132,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         saved_groups = require_json_type("'groups'", settings.get("groups"), list)
         if len(saved_groups) != len(self._param_groups):
             raise ValueError(
-                f"has {len(saved_groups)} parameter groups, but the optimizer has {len(self._param_groups)}"
+                f"has {len(saved_groups)} parameter groups, but the optimiser has {len(self._param_groups)}"
             )
         for group, saved_group in zip(self._param_groups, saved_groups, strict=True):
             saved_settings = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))

@@ -32,7 +32,7 @@ def compute_in_precision(precision: ComputePrecision, module: nn.Module) -> Iter
 class ModuleStep(TrainStep):
     """Training step of a TorchModel."""
 
-    trainable: Any  # TorchModel, which cannot be imported here: its file imports this one
+    trainable: Any  # TorchModel; importing it here would be circular
 
     def save_for_rollback(self) -> Callable[[], None]:
         """Save the buffers, and the parameters that a forward pass writes; return a function that restores them."""

@@ -306,7 +306,7 @@ def test_cost_and_metrics_in_blocks(folder):
     expected = evaluate(1, None)
     assert 0 < expected["error"] < 1
     assert evaluate(2, 16) == pytest.approx(expected, rel=1e-10)
-    with pytest.raises(ConfigError, match="feed: computes labels from whole images"):
+    with pytest.raises(ConfigError, match="feed: its labels cannot be computed block by block"):
         evaluate(1, 16, feed=lambda x, labels: (torch.from_numpy(np.moveaxis(x, -1, 1).copy()), labels))
 
 
