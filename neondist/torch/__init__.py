@@ -1,9 +1,9 @@
-"""Distribution of PyTorch modules: `ndt.distribute(module, example_shape, grid)`, exact on any grid.
+"""Exact distribution of PyTorch modules over a process grid: `ndt.distribute(module, example_shape, grid)`.
 
-From a module to its execution: capture/ traces it to a graph of operators; lowering/ turns the graph into a plan, by
-the rules in rules/; execution/ runs the plan, at once or in parts. ir/ contains the data structures that these share,
-exchange/ the communication, kernels/ faster local computation. module/ contains the module that users call, training/
-its use in experiments and scripts, and convert/ the conversion to and from neondist layers.
+capture/ traces a module to a graph of operators, lowering/ turns the graph into a plan by the rules in rules/, and
+execution/ runs the plan, as a whole or in blocks. ir/ contains the data structures that these packages share, exchange/
+the communication, and kernels/ faster local computation. module/ contains the module that users call, training/ its use
+in experiments and scripts, and convert/ the conversion to and from neondist layers.
 """
 
 from ..errors import MissingPackageError
