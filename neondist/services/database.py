@@ -23,6 +23,10 @@ CREATE TABLE IF NOT EXISTS failures (
     kind TEXT, record INTEGER, failures INTEGER NOT NULL, error TEXT NOT NULL, PRIMARY KEY (kind, record)
 );
 CREATE TABLE IF NOT EXISTS skipped (record INTEGER PRIMARY KEY, error TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS losses (
+    epoch INTEGER, task INTEGER, minibatch INTEGER, loss REAL NOT NULL, samples INTEGER NOT NULL,
+    PRIMARY KEY (epoch, task, minibatch)
+);
 """
 _TASK_COLUMNS = "id, kind, epoch, start, stop, applied, state, worker"
 _LOCK_TIMEOUT = 30.0
@@ -180,6 +184,19 @@ class TaskDatabase:
         counts = dict.fromkeys(("todo", "doing", "done", "failed"), 0)
         rows = self._connection.execute("SELECT state, count(*) FROM tasks WHERE kind = ? GROUP BY state", (kind,))
         return counts | {state: count for state, count in rows if state in counts}
+
+    # Losses.
+
+    def record_loss(self, epoch: int, task: int, minibatch: int, loss: float, samples: int) -> None:
+        """Record the mean loss of a minibatch, instead of an earlier one."""
+        values = epoch, task, minibatch, loss, samples
+        self._connection.execute("INSERT OR REPLACE INTO losses VALUES (?, ?, ?, ?, ?)", values)
+
+    def mean_loss(self, epoch: int) -> float | None:
+        """Return the mean recorded loss over the samples of an epoch; None if there are none."""
+        statement = "SELECT sum(loss * samples) / sum(samples) FROM losses WHERE epoch = ?"
+        mean: float | None = self._connection.execute(statement, (epoch,)).fetchone()[0]
+        return mean
 
     # Failures.
 

@@ -69,7 +69,6 @@ class Master(Service):
         self._queue: TaskQueue | None = None
         self._parameters: dict[str, int] = {}
         self._skipped_minibatches: set[MinibatchId] = set()
-        self._loss_and_samples_by_epoch: dict[int, tuple[float, int]] = {}
         self._workers: set[str] = set()
         self.servers_match_queue = self.results_saved = path is None
         self.servers_need_model = False
@@ -135,9 +134,7 @@ class Master(Service):
         credited = self._require_queue().applied(task_id, upto)
         if credited and "loss" in request.fields:
             loss, samples = request.number("loss", -math.inf), request.integer("samples")
-            with self._lock:
-                loss_sum, sample_count = self._loss_and_samples_by_epoch.get(minibatch.epoch, (0.0, 0))
-                self._loss_and_samples_by_epoch[minibatch.epoch] = loss_sum + loss * samples, sample_count + samples
+            self._require_queue().record_loss(*minibatch, loss, samples)
         return Message({"credited": credited})
 
     def report_task_result(self, request: Message) -> Message:
@@ -172,9 +169,8 @@ class Master(Service):
         return Message({"text": self.verify_applied_gradients(request.number("samples"), minibatches)})
 
     def mean_training_loss(self, epoch: int) -> float | None:
-        """Return the mean loss of an epoch's credited minibatches since the start of the master; None if unknown."""
-        loss_sum, samples = self._loss_and_samples_by_epoch.get(epoch, (0.0, 0))
-        return loss_sum / samples if samples else None
+        """Return the mean loss over an epoch's credited minibatches; None if unknown."""
+        return None if self._queue is None else self._queue.mean_loss(epoch)
 
     @property
     def workers(self) -> list[str]:

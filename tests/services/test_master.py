@@ -91,7 +91,8 @@ def test_training_loss_of_all_workers():
     for worker, losses in (("b", (3.0, -1.0, None)), ("c", (5.0,))):
         task = master.get_task(Message({"worker": worker})).fields
         for index, loss in enumerate(losses):
-            fields = {"task_id": task["task_id"], "upto": task["start"] + 1, "updated": True, "credit": [0, 0, index]}
+            fields = {"task_id": task["task_id"], "upto": task["start"] + 1, "updated": True}
+            fields |= {"credit": [0, task["start"], index]}
             fields |= {} if loss is None else {"loss": loss, "samples": index + 1}
             master.credit_records(Message(fields))
         expired = Message({**fields, "task_id": 999, "loss": 1e9, "samples": 1})
@@ -111,6 +112,33 @@ def test_training_loss_of_all_workers():
         hook.after_epoch(run)
         np.testing.assert_equal(run.history[0], {"train_loss": expected, "job": {"train_loss": total}})
         assert epochs == [2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_training_loss_survives_restarts(tmp_path, seed):
+    """Restart the master, or restore older servers, between minibatches: each counts once in the mean of its epoch."""
+    rng, losses = np.random.default_rng(seed), {}
+    parameters = {"records": 10, "batch_size": 2, "epochs": 1, "seed": 0}
+    master = Master(path=tmp_path / "tasks.sqlite", minibatches_per_task=2)
+    master.report_training_params(Message(parameters))
+    master.reset_tasks(AppliedMinibatches(), ["a"])
+    while not master.all_tasks_done():
+        task = master.get_task(Message({"worker": "w"})).fields
+        start = task["start"]
+        key, loss = [0, start // 4, start % 4 // 2], rng.normal()
+        fields = {"task_id": task["task_id"], "upto": start + 2, "updated": True, "credit": key}
+        assert master.credit_records(Message({**fields, "loss": loss, "samples": 2})).flag("credited")
+        losses[tuple(key)] = loss
+        event = rng.integers(4)
+        if event == 0:
+            master.close()
+            master = Master(path=tmp_path / "tasks.sqlite", minibatches_per_task=2)
+            master.servers_match_queue = True
+        elif event == 1 and len(losses) < 5:
+            master.reset_tasks(AppliedMinibatches(), ["b"])
+    assert len(losses) == 5
+    assert master.mean_training_loss(0) == pytest.approx(np.mean([*losses.values()]), rel=1e-12)
+    master.close()
 
 
 def test_workers_must_agree_on_the_data():
