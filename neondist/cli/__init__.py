@@ -1,8 +1,8 @@
-"""The command line: neondist COMMAND.
+"""The command-line interface: neondist COMMAND.
 
-arguments: the parser; options: options shared by several commands. experiment, definition: loading of an experiment.
-One file per command, which adds its options and runs it, except for run (and check), inference (evaluate, predict),
-train (also these for model definitions) and files (schema, report). completion: shell completion.
+arguments: the parser. options: options shared by several commands. experiment, definition: loading of experiments.
+completion: shell completion. Each other module implements the command of its name, except for run (also check),
+inference (evaluate, predict), train (also evaluate, predict and check for model definitions), files (schema, report).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .completion import print_completions
 __all__ = ["main"]
 
 _OUTPUT_ERRNOS = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
-"""Error numbers of output to a closed pipe, a full disk or a broken device."""
+"""Error numbers of writes to a closed pipe, a full disk or a broken device."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output; other codes are those of
-    a failed job or benchmark. A bug ends the command with a traceback and exit code 1. Without `argv`, the command is
-    the whole process: its words are those of sys.argv, and signals are handled until it exits.
+    0: done, 2: invalid input, 75: stopped with a checkpoint, 130: interrupted, 141: output closed; other codes are
+    those of a failed job or benchmark. A bug ends the command with a traceback and exit code 1. Without `argv`, the
+    arguments are those of sys.argv, and signals are handled until the process exits.
     """
     if argv is not None:
         signals = SignalRecorder().install_signal_handlers()
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signals.restore_signal_handlers()
     signals = find_command_signal_recorder() or SignalRecorder(owns_process=True).install_signal_handlers()
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
-        sys.stdout.reconfigure(errors="replace")  # such as × in an ASCII locale
+        sys.stdout.reconfigure(errors="replace")  # for characters such as × in an ASCII locale
     die_with_launcher(os.environ)
     end_with_supervisor(os.environ)
     send_to_supervisor(os.environ, "listens")
@@ -76,7 +76,7 @@ def _run_and_flush(argv: Sequence[str], signals: SignalRecorder) -> int:
         if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
         _redirect_broken_streams()
-        if isinstance(error, BrokenPipeError):  # such as `neondist doctor | head -1`
+        if isinstance(error, BrokenPipeError):  # for example, in `neondist doctor | head -1`
             return 141
         report_error(OutputError(f"standard output: cannot be written to ({short_reason(error)}); {WRITE_REMEDY}"))
         return 2

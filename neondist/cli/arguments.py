@@ -41,9 +41,9 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of this command; reject unknown options, which argparse would report for the root command."""
+        """Parse this command's arguments; reject unknown options, which argparse would report for the root command."""
         words = list(sys.argv[1:] if args is None else args)
-        # first, since argparse would report that a required option is missing if it is misspelt
+        # checked first: argparse would report a misspelt required option as missing
         own_words = takewhile(lambda word: word.startswith("-"), words) if self._subparsers is not None else words
         for word in own_words:
             if word.startswith("--") and word != "--" and not self._is_option(word.partition("=")[0]):
@@ -66,18 +66,18 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        # commands without help are internal
+        # commands without help texts are internal
         choices = [shown.dest for shown in getattr(action, "_choices_actions", ())] or list(map(str, action.choices))
         hint = suggest_nearest(str(value), choices)
         choice_names = ", ".join(map(repr, choices))
         raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {choice_names}){hint}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words and keep them: ranks are started with the same command line."""
+        """Parse the arguments and keep their text: ranks are started with the same command line."""
         words = list(sys.argv[1:] if args is None else args)
         if bad := next((word for word in words if re.fullmatch(r"--[\w-]+=--", word)), None):
             self.error(f"{bad}: -- ends the options and is not a value; write {bad[:-2]}./-- for a file of that name")
-        if "--" in words:  # a launcher may append options to these words
+        if "--" in words:  # a launcher may append options to the command line
             position = words.index("--")
             words = [*words[:position], *map(options.escape_leading_dash, words[position + 1 :])]
         words, script = run.split_at_script(words)
@@ -117,7 +117,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def normalise_option_words(argv: Sequence[str]) -> list[str]:
-    """Return the words in a form in which argparse does not mistake the file for the value of a preceding option.
+    """Return the arguments in a form in which argparse does not mistake the file for a preceding option's value.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, and likewise for --vary; `--resume auto` becomes `--resume=auto`, and
     `--resume` becomes `--resume=yes`.

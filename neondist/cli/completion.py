@@ -10,7 +10,7 @@ from .arguments import normalise_option_words
 
 
 def print_completions(parser: argparse.ArgumentParser) -> None:
-    """Print completions for a shell's argcomplete request, and exit; the command line is in the environment."""
+    """Print completions for the command line in the environment variables that argcomplete's shell code sets; exit."""
     from argcomplete import autocomplete
     from argcomplete.completers import FilesCompleter
 

@@ -43,11 +43,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     cmd.add_argument("--to", type=options.parse_path, metavar="FILE.h5", required=True, help="output file")
     cmd.add_argument(
-        "--labels",
-        type=options.parse_path,
-        metavar="FILE.csv",
+        "--labels", type=options.parse_path, metavar="FILE.csv",
         help="labels of a folder of images, as rows of FILE,LABEL",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--maps", type=options.parse_path, metavar="DIR", help="folder of class maps with the same names as the images"
     )
@@ -63,11 +61,9 @@ def add_parser(commands: Any) -> None:
     cmd = subparsers.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
     cmd.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
     cmd.add_argument(
-        "--role",
-        choices=[mode.value for mode in Mode],
-        default="training",
+        "--role", choices=[mode.value for mode in Mode], default="training",
         help="split to write, if the source has several",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--to", type=options.parse_as_path, metavar="FILE", required=True, help="output file, .csv or .recordio"
     )

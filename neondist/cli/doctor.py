@@ -1,4 +1,4 @@
-"""`neondist doctor`: report on this machine and what to fix; robust against libraries that hang or crash."""
+"""`neondist doctor`: report on this machine, with remedies; robust against libraries that hang or crash."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check_packages(warnings: list[str]) -> list[tuple[str, str]]:
 
 
 def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, str]:
-    """Return import errors by module; imports run in child processes, which a broken library may crash."""
+    """Return import errors by module; imports run in child processes, because a broken library may crash."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
     errors: dict[str, str] = {}
     remaining_modules = list(modules)

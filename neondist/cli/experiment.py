@@ -1,4 +1,4 @@
-"""Experiment from the command line: its file, `--set`, and `--import` of the user's own classes."""
+"""Loading of the experiment on the command line, with `--set`, and with `--import` for user-defined classes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_experiment_on_all_ranks(
         if check is not None:
             check(experiment)
     except UserError as problem:
-        error = add_location(problem)  # before other ranks receive the message, without its subject
+        error = add_location(problem)  # now, because other ranks receive only the message, not its subject
     except Exception as problem:
         error = problem
     raise_if_any_failed(world, error)
@@ -140,7 +140,7 @@ def _import_name_or_file(name: str, message_prefix: str) -> str:
 def _import_file(path: Path) -> None:
     loaded_module = sys.modules.get(path.stem)
     if getattr(loaded_module, "__file__", None) == str(path.absolute()):
-        return  # reloading would define different classes of the same names
+        return  # reloading would define different classes with the same names
     _add_to_sys_path(path.resolve().parent)  # Python also adds the folder of a script to the path
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None

@@ -1,4 +1,4 @@
-"""`neondist schema` and `report`: JSON Schema for editors, HTML page of a run."""
+"""`neondist schema` and `report`: the JSON Schema of experiment files, and the HTML report of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ def add_parser(commands: Any) -> None:
     """Register the commands."""
     cmd = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
     cmd.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help=options.IMPORT_HELP,
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=options.IMPORT_HELP
     )
     cmd.add_argument(
         "--tags", action="store_true", help="print the YAML tags instead, for the editor setting yaml.customTags"
@@ -37,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def write_report(arguments: argparse.Namespace) -> int:
-    """Write the page of a run."""
+    """Write the HTML report of a run."""
     from ..train.html_report import run_report_html as page
 
     folder = Path(arguments.run)

@@ -103,11 +103,9 @@ def _add_weights_options(cmd: argparse.ArgumentParser) -> None:
         help="instead of FILE.yaml and --checkpoint: a state_dict as .safetensors or .pt",
     )  # fmt: skip
     cmd.add_argument(
-        "--factory",
-        type=options.parse_path,
-        metavar="FILE.py:NAME",
+        "--factory", type=options.parse_path, metavar="FILE.py:NAME",
         help="with --weights: class or function that returns the torch.nn.Module",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--windows", type=options.positive_int, metavar="CELLS",
         help="with --weights: apply a tile classifier to windows of this size and write a map of its scores",
@@ -258,7 +256,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _resume_hint_on_failure(path: Path) -> Iterator[None]:
-    """Print once how to resume a failed or interrupted command from its completed blocks."""
+    """Print, on one rank, instructions for resuming a failed or interrupted command from its completed blocks."""
     part, job = unfinished(path), detect_job(os.environ)
     journal = part.with_name(f"{part.name}.journal")
 
@@ -377,12 +375,9 @@ def _add_block_and_axes_options(cmd: argparse.ArgumentParser) -> None:
 
 def _add_checkpoint_option(cmd: argparse.ArgumentParser, required: bool = True) -> None:
     cmd.add_argument(
-        "--checkpoint",
-        type=options.parse_path,
-        metavar="FILE",
-        required=required,
+        "--checkpoint", type=options.parse_path, metavar="FILE", required=required,
         help="checkpoint.h5 of a run on any number of ranks",
-    )
+    )  # fmt: skip
 
 
 def _run_with_experiment(

@@ -39,11 +39,11 @@ _TABLE_NAMES, _TABLE_IMAGE_FOLDERS = ("labels", "train", "train_labels"), ("imag
 _MASK_ENDING = re.compile(r"(^|[._-])(seg|mask|label|gt)", re.IGNORECASE)
 _CITYSCAPES_ENDINGS = "_labelTrainIds", "_labelIds"
 _CROPS_PER_EPOCH = 64
-"""number of crops to draw in total, if the images are few and large"""
+"""total number of crops if the images are few and large"""
 _MAX_INSPECTED_CELLS, _INSPECTED_EXTENT = 1 << 26, 2048
-"""cells of masks read to find their values, and extent of the boxes read"""
+"""maximum number of mask cells to read in search of their values, and extent of the boxes that are read"""
 _MAX_SPARSE_NUMBER, _MAX_CLASSES = 40, 256
-"""values below the first count as class numbers even if smaller ones are missing; usual maximum number of classes"""
+"""values below the first are class numbers even if smaller values are missing; usual maximum number of classes"""
 
 
 def add_parser(commands: Any) -> None:
@@ -273,7 +273,7 @@ def _image_and_mask_patterns_by_name(folder: Path) -> list[str]:
 
 
 def _inspect_masks(names: list[str]) -> tuple[set[int], int]:
-    """Return the values in evenly spaced boxes of integer masks, or no values and the channels of masks of floats."""
+    """Return the values in evenly spaced boxes of integer masks, or, for masks of floats, their number of channels."""
     import numpy as np
 
     from ..data.datasets.image_lists import open_mask
@@ -297,7 +297,7 @@ def _inspect_masks(names: list[str]) -> tuple[set[int], int]:
 
 
 def _choose_classes(values: set[int]) -> tuple[int, list[int], int | None]:
-    """Return the number of classes, their values unless these are numbers from 0, and the value of unlabelled cells."""
+    """Return the number of classes, their values (empty if these are 0, 1, ...), and the value of unlabelled cells."""
     void = min(values) if min(values) < 0 else 255 if max(values) == 255 > len(values) else None
     for ignored in dict.fromkeys((void, None)):
         classes = sorted(values - {ignored})

@@ -1,4 +1,4 @@
-"""Texts from which `neondist init` composes experiment files."""
+"""Templates of the experiment files that `neondist init` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ metrics: [{metrics}]
 best: {best}
 """
 FORECAST_TEMPLATE = """\
-# Forecasts each time step from the two preceding ones. `neondist predict --steps` computes longer forecasts.
+# Forecasts each time step from the two preceding time steps. `neondist predict --steps` computes longer forecasts.
 # neondist's docs/climate.md explains the fields; with `neondist schema`, an editor completes and checks them.
 !FitExperiment
 dataset: !ClimateFiles
@@ -53,7 +53,7 @@ _POOLING_LAYER = "    - !MaxPoolingLayerDist {kernel_size: 2}"
 
 
 def classifier_layers(extent: int, outputs: int) -> str:
-    """Return the layers of a classifier; `extent`: cells of the shortest axis, which limit the number of poolings."""
+    """Return the layers of a classifier; `extent`, of the shortest axis, limits the number of pooling layers."""
     layers = [_CONV_BLOCK_TEMPLATE.format(channels) for channels in (16, 32, 64)]
     layers = [f"{layer}\n{_POOLING_LAYER}" if extent >> at > 1 else layer for at, layer in enumerate(layers)]
     head_layers = f"    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {outputs}}}"
@@ -61,6 +61,6 @@ def classifier_layers(extent: int, outputs: int) -> str:
 
 
 def segmenter_layers(outputs: int) -> str:
-    """Return the layers of a network that keeps the extent."""
+    """Return the layers of a segmentation network, whose output has the extent of its input."""
     layers = [_CONV_BLOCK_TEMPLATE.format(channels) for channels in (16, 16, 32)]
     return "\n".join([*layers, f"    - !ConvLayerDist {{out_channels: {outputs}, kernel_size: 1}}"])

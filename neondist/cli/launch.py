@@ -19,17 +19,15 @@ def add_parser(commands: Any) -> None:
         usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
     cmd.add_argument(
-        "resource_file",
-        type=options.parse_path,
-        metavar="RESOURCES.yaml",
+        "resource_file", type=options.parse_path, metavar="RESOURCES.yaml",
         help="resource specification: nodes, devices, SSH settings",
-    )
+    )  # fmt: skip
     run.add_run_options(cmd, launch=True)
     cmd.set_defaults(command=launch, virtual=None, stops=True, watched=True)
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Check all nodes, then run the same command on them under one mpirun."""
+    """Check all nodes, then run the experiment or script on them under one mpirun."""
     if arguments.words[1] != arguments.resource_file:
         raise LaunchError(f"launch: give the resource file first, as in neondist launch {arguments.resource_file} ...")
     arguments.resources = ResourceSpec(arguments.resource_file)

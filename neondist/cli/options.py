@@ -15,7 +15,7 @@ from ..terminal.console import escape_invisible, say
 
 RANKS_HELP = "number of ranks to start with mpirun (default 1); inside an MPI job, taken from the job"
 MAX_RANKS = 1_000_000
-"""Maximum number of ranks of a plan: more than any machine has, few enough to list."""
+"""Maximum number of ranks of a plan: more than any machine has, but few enough to list."""
 MAX_VIRTUAL_RANKS = 4096
 """Maximum number of virtual ranks, each of which is a thread."""
 MAX_INTEGER = 2**31 - 1
@@ -99,7 +99,7 @@ def parse_path(text: str) -> str:
 
 
 def parse_as_path(text: str) -> Path:
-    """Parse a path; return a Path."""
+    """Parse a path as a pathlib.Path."""
     return Path(parse_path(text))
 
 

@@ -1,4 +1,4 @@
-"""`neondist plan`: the fastest grid and strategy on a machine, with the strategy of each parameter."""
+"""`neondist plan`: the predicted fastest grid and strategy on a machine, with the strategy of each parameter."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ def add_parser(commands: Any) -> None:
         "--resources", type=options.parse_as_path, metavar="FILE", help="resource specification: nodes and devices"
     )
     cmd.add_argument(
-        "--machine",
-        type=options.parse_as_path,
-        metavar="FILE",
+        "--machine", type=options.parse_as_path, metavar="FILE",
         help="machine file of `bench model calibrate` (default: typical values)",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--to", type=options.parse_as_path, metavar="FILE.yaml", help="write the strategy to a file for --strategy"
     )

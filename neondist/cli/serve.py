@@ -1,4 +1,4 @@
-"""`neondist serve`: a service of a job in a process of its own, which the job reaches by its address."""
+"""`neondist serve`: a parameter server or the master of a job in its own process, reached at its address."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
     from ..services.wire import ServiceHost, read_token
 
     token = read_token(os.environ)
-    keep_freed_memory()  # each message needs as much memory as the previous one
+    keep_freed_memory()  # each message takes as much memory as the previous message
     with ServiceHost([ParameterServer(arguments.checkpoint_dir)], arguments.address, token) as host:
         say(f"PServer at {host.address}")
         host.wait_until_stopped()

@@ -1,4 +1,4 @@
-"""`neondist submit`: an experiment as a job of Slurm, or of Kubernetes with Kubeflow's operators."""
+"""`neondist submit`: an experiment as a job for Slurm, or for Kubernetes with Kubeflow's operators."""
 
 from __future__ import annotations
 
@@ -50,11 +50,9 @@ def add_parser(commands: Any) -> None:
     )
     cmd.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim for the output folder of the run")
     cmd.add_argument(
-        "--output",
-        type=options.parse_as_path,
-        metavar="FILE",
+        "--output", type=options.parse_as_path, metavar="FILE",
         help="write the script or manifest to this file (default: print it)",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--apply", action="store_true", help="submit the job; on Kubernetes, follow its state and log until it ends"
     )

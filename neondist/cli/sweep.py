@@ -1,4 +1,4 @@
-"""`neondist sweep`: hyperparameter search over fields of an experiment with Optuna."""
+"""`neondist sweep`: hyperparameter search with Optuna over fields of an experiment."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Train until `--trials` trials exist; resume where an earlier call stopped."""
+    """Run trials until there are `--trials` in total, including those of earlier commands."""
     try:
         import optuna
     except ImportError:
@@ -260,7 +260,7 @@ def _all_combinations(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]
 def _propose_trials(
     study: Study, combinations: list[dict[str, Any]], count: int, spaces: dict[str, Any]
 ) -> Iterator[Trial]:
-    """Yield trials to run: those that were interrupted in an earlier call, and new ones.
+    """Yield the trials to run: trials that were interrupted in an earlier call, then new trials.
 
     Proposals depend only on earlier results and the trial's number, so a resumed sweep equals an uninterrupted one.
     """
@@ -268,7 +268,7 @@ def _propose_trials(
 
     for trial in study.get_trials(states=[TrialState.RUNNING]):
         yield _sample_parameters(Trial(study, trial._trial_id), spaces)
-    for combination in combinations:  # an earlier call with fewer trials may have drawn any of them
+    for combination in combinations:  # an earlier call with fewer trials may already have sampled some
         study.enqueue_trial(combination, skip_if_exists=True)
         if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
             yield _sample_parameters(study.ask(), spaces)

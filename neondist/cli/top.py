@@ -1,4 +1,4 @@
-"""`neondist top`: the workers, tasks and servers of a run, live."""
+"""`neondist top`: live display of the workers, tasks and servers of a run."""
 
 from __future__ import annotations
 

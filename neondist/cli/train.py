@@ -25,7 +25,7 @@ from .worker_options import resolve_worker_options
 
 STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
 MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
-"""Commands for experiments or model-definition files, and their parser names for the latter."""
+"""Commands that accept experiments or model-definition files, and the parser names for the latter."""
 
 
 def add_parser(commands: Any) -> None:
@@ -125,7 +125,7 @@ def add_parser(commands: Any) -> None:
 
 
 def route_to_model_command(words: list[str]) -> list[str]:
-    """Return the words, with the command for model-definition files if they contain the name of such a file."""
+    """Return the arguments, with the command for model-definition files if they name such a file."""
     if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _positional_arguments(words[1:])):
         return [MODEL_COMMANDS[words[0]], *words[1:]]
     return words
@@ -189,7 +189,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Pass the outputs for all records, in order, to PredictionOutputsProcessor, write them to --output, or both."""
+    """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them to --output, or both."""
     from ..train.inference.record_prediction import predict_records
 
     definition = load_definition(arguments.file, _custom_names(arguments))
@@ -242,7 +242,7 @@ _DATA_HELP = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLA
 
 
 def _positional_arguments(words: list[str]) -> list[str]:
-    """Return the words that are neither options nor the values of options."""
+    """Return the arguments that are neither options nor the values of options."""
     preceding = ["", *words]
     is_value = [word.startswith("-") and "=" not in word and word not in _OPTIONS_WITHOUT_VALUES for word in preceding]
     return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
@@ -319,7 +319,7 @@ def _add_file_arguments(cmd: argparse.ArgumentParser) -> None:
 
 
 def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of objects in the file by option; FILE.NAME, as in ElasticDL, means NAME."""
+    """Return the custom names by object; FILE.NAME, as in ElasticDL, means NAME."""
     names = {name: getattr(arguments, f"name_{name}") for name in DEFINABLE_NAMES}
     return {name: own.rpartition(".")[2] for name, own in names.items() if own is not None}
 

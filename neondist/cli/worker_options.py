@@ -1,4 +1,4 @@
-"""Workers, parameter servers and ranks that the options of `neondist train` ask for."""
+"""Workers, parameter servers and ranks requested by the options of `neondist train`."""
 
 from __future__ import annotations
 

@@ -33,18 +33,14 @@ def add_parser(commands: Any) -> None:
     subparsers = zoo_parser.add_subparsers(required=True, metavar="WHAT")
     cmd = subparsers.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
     cmd.add_argument(
-        "project",
-        type=options.parse_as_path,
-        nargs="?",
-        default=Path("."),
-        metavar="DIR",
+        "project", type=options.parse_as_path, nargs="?", default=Path("."), metavar="DIR",
         help="output folder (default: the current folder)",
-    )
+    )  # fmt: skip
     cmd.set_defaults(command=write_model_project)
 
 
 def write_model_project(arguments: argparse.Namespace) -> int:
-    """Write the files; existing ones are not replaced."""
+    """Write the files; raise OutputError if one exists."""
     template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
     file_texts = {"model.py": template, "README.md": _README}
     for name in file_texts:

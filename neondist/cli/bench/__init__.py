@@ -1,4 +1,4 @@
-"""`neondist bench`: training steps and halo exchanges; suite, torch, scaling and schemes have their own files."""
+"""`neondist bench`: training steps and halo exchanges; other benchmarks have their own modules."""
 
 from __future__ import annotations
 

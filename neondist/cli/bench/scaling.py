@@ -36,13 +36,9 @@ def add_parser(benches: Any) -> None:
     cmd = benches.add_parser("scaling", help="training steps on increasing numbers of ranks", allow_abbrev=False)
     options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
-        "--ranks",
-        dest="counts",
-        type=options.parse_rank_counts,
-        default=[1, 2, 4],
-        metavar="1,2,4",
+        "--ranks", dest="counts", type=options.parse_rank_counts, default=[1, 2, 4], metavar="1,2,4",
         help="numbers of ranks (default 1,2,4)",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--weak", action="store_true", help="weak scaling: the batch size is proportional to the number of ranks"
     )
@@ -58,31 +54,21 @@ def add_parser(benches: Any) -> None:
     )
     options.add_rank_options(cmd, "number of ranks to start with mpirun (default: two per core)")
     cmd.add_argument(
-        "--output",
-        type=options.parse_path,
-        default="machine.yaml",
-        metavar="FILE",
+        "--output", type=options.parse_path, default="machine.yaml", metavar="FILE",
         help="output file (default machine.yaml)",
-    )
+    )  # fmt: skip
     cmd.set_defaults(command=calibrate)
 
     cmd = subparsers.add_parser("predict", help="predict times, bytes and memory of training steps", allow_abbrev=False)
     options.add_experiment_options(cmd, argparse.SUPPRESS)  # -n is rejected
     cmd.add_argument(
-        "--machine",
-        type=options.parse_path,
-        default="machine.yaml",
-        metavar="FILE",
+        "--machine", type=options.parse_path, default="machine.yaml", metavar="FILE",
         help="machine file of `bench model calibrate` (default machine.yaml)",
-    )
+    )  # fmt: skip
     cmd.add_argument(
-        "--ranks",
-        dest="counts",
-        type=parse_rank_counts,
-        default=[1, 2, 4],
-        metavar="1..4096",
+        "--ranks", dest="counts", type=parse_rank_counts, default=[1, 2, 4], metavar="1..4096",
         help="numbers of ranks, as a range of powers of two or a list (default 1,2,4)",
-    )
+    )  # fmt: skip
     cmd.add_argument(
         "--measure", type=_parse_measured_rank_counts, metavar="1,2",
         help="numbers of ranks on which to measure the prediction error, or none (default: all that this machine can"
@@ -140,7 +126,7 @@ def measure_scaling(arguments: argparse.Namespace) -> int:
 def estimate_step_bench_seconds(
     arguments: argparse.Namespace, ranks: int, steps: float, speed: CoreSpeed, cores: int
 ) -> tuple[int, float]:
-    """Return the batch size of an experiment, and the minimum seconds that its `run_step_bench` takes."""
+    """Return the batch size of an experiment, and the minimum duration in seconds of `run_step_bench` for it."""
     from ...bench.step import ROUND_SECONDS
     from ...comm import SingleTransport
 
@@ -178,11 +164,12 @@ def run_bench_for_json(
     create_error: Callable[[int, str], UserError],
     stderr: int | None = subprocess.PIPE,
 ) -> dict[str, Any]:
-    """Run `neondist bench` with these words, and return the contents of the JSON file that it writes.
+    """Run `neondist bench` with the arguments `words`, and return the contents of the JSON file that it writes.
 
     Parameters
     ----------
     env : mapping
+        Environment of the process.
     create_error : callable
         Returns the error, given a nonzero exit code and the stderr of the process.
     stderr : int or None
@@ -245,7 +232,7 @@ def predict(arguments: argparse.Namespace) -> int:
         raise LaunchError("bench model predict runs in one process; run it outside an MPI job, with --ranks, not -n")
     machine = read_machine(Path(arguments.machine))
     measured = arguments.measure
-    if measured is None:  # by default, only on the machine that the file describes
+    if measured is None:  # by default, measure only on the machine that the file describes
         on_own_machine = machine.host == platform.node()
         measured = [count for count in arguments.counts if on_own_machine and count <= 2 * threads.count_cores()]
     folder = options.output_folder(arguments, "model")

@@ -22,7 +22,7 @@ from ..experiment import load_and_validate
 
 DEFAULT_SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
 PASSES_PER_SCHEME = 4
-"""forward and backward passes: two batches with the exact exchange, and two with the scheme"""
+"""number of forward and backward passes: two batches with the exact exchange, and two with the scheme"""
 DEFAULT_SEAM_SCHEMES = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
@@ -91,7 +91,7 @@ def _measure_and_report(
 
 
 def _validate_runs(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
-    """Return the command of every run after validating all of them. Collective."""
+    """Return the arguments of every run after validating all runs. Collective."""
     schemes = _parse_schemes(arguments)
     for scheme in schemes:
         load_and_validate(_arguments_for(arguments, scheme, 1), world, ranks)
@@ -126,7 +126,7 @@ def measure_all_seams(arguments: argparse.Namespace) -> int:
 
 
 def _count_shared_cores(arguments: argparse.Namespace, world: Transport) -> int:
-    """Return the number of cores that the ranks share; in an MPI job, which may span machines, at least one each."""
+    """Return the number of cores that the ranks share: at least one each in an MPI job, which may span machines."""
     cores = threads.count_cores(os.getppid())
     return cores if arguments.virtual else max(world.size, cores)
 
