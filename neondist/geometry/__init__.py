@@ -1,10 +1,10 @@
 """Integer geometry of tiles, windows and halos, without MPI or arrays.
 
-box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: the
-adjoint of a window, the outputs that depend on a cell. index_map: a window whose position depends on the output.
-lattice: equally spaced cells, as in strided windows. transfer: the cells that each rank needs from each owner. plan:
-the transfers of tiles for a window, and of ranks between arbitrary boxes. regions: overlapping tiles. Tests of
-distributed code rely on this package, which has tests of its own.
+box: a half-open box of cells. grid_shape: numbers of replicas and tiles. partition: balanced partitions. window: the
+window of a layer. gradient_window: its adjoint, the outputs that depend on a cell. index_map: a window whose position
+depends on the output. upsampling: a window that advances by fractions of a cell. lattice: equally spaced cells, as in
+strided windows. transfer: the cells that each rank needs from each owner. plan: the transfers of tiles for a window,
+and of ranks between arbitrary boxes. regions: overlapping tiles.
 """
 
 from .box import Box

@@ -57,7 +57,7 @@ class Box:
         return Box(lo, hi)
 
     def hull(self, other: Box) -> Box:
-        """Return the smallest box that contains both; the corners of an empty box are included as well."""
+        """Return the smallest box that contains both boxes, including the corners of empty boxes."""
         lo = tuple(min(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(max(a, b) for a, b in zip(self.hi, other.hi, strict=True))
         return Box(lo, hi)

@@ -24,7 +24,7 @@ class GridShape:
 
     @property
     def tiles(self) -> int:
-        """Number of ranks that share one sample."""
+        """Number of tiles of a sample, one for each rank of a replica."""
         return self.planes * self.rows * self.cols
 
     @property
@@ -103,7 +103,7 @@ def grid_shape(
 ) -> GridShape:
     """Return the grid of `ranks` ranks; rows and cols default to the most square factorisation.
 
-    With replicas=None, rows and cols default to 1, and the number of replicas follows from the ranks.
+    With replicas=None, rows and cols default to 1, and there are as many replicas as the ranks allow.
 
     Raises
     ------

@@ -77,11 +77,11 @@ def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
 
 def hull_of(cells: AxisCells) -> Range:
     """Return the smallest range that contains all cells."""
-    return (cells[0].start, max(one[-1] for one in cells) + 1) if cells else (0, 0)
+    return (cells[0].start, max(part[-1] for part in cells) + 1) if cells else (0, 0)
 
 
 def group_into_ranges(indices: Sequence[int]) -> AxisCells:
-    """Return ranges that contain exactly these sorted, distinct indices; few ranges if the indices are regular."""
+    """Return ranges that contain exactly these sorted, distinct indices; only a few if the indices are regular."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return (range(indices[0], indices[-1] + 1),)
     run_starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]

@@ -17,7 +17,7 @@ Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
 
 
 def part_range(extent: int, parts: int, part: int) -> Range:
-    """Return the half-open range of one of `parts` parts of `extent` cells; the first extent % parts have one more."""
+    """Return the half-open range of a part of `extent` cells; the first extent % parts parts have one more cell."""
     min_size, remainder = divmod(extent, parts)
     lo = part * min_size + min(part, remainder)
     return lo, lo + min_size + (part < remainder)
@@ -33,7 +33,7 @@ def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:
 
 
 def index_of(parts: Sequence[int], coords: Sequence[int]) -> int:
-    """Return the row-major index of a position in a grid."""
+    """Return the row-major index of a position in a grid of parts[a] places on every axis a."""
     index = 0
     for count, at in zip(parts, coords, strict=True):
         index = index * count + at

@@ -68,8 +68,8 @@ class HaloPlan(TransferPlan):
     `need` extends outside the image by the padding; `buffer` is the bounding box of the tile's array: owned cells,
     needed cells, and the sources of padding. Sources and targets of pieces are in coordinates of the image.
 
-    Of the cells in `need` that other tiles own, only those that an output depends on are received. Cells between the
-    taps of a dilated window, or between windows whose stride exceeds their kernel, hold the fill value.
+    A tile receives only those cells of other tiles on which its outputs depend. Other halo cells, between the taps of a
+    dilated window or between windows whose stride exceeds their kernel, hold the fill value.
     """
 
     buffer: Box
@@ -135,19 +135,19 @@ class HaloPlan(TransferPlan):
 
     @classmethod
     @lru_cache(maxsize=512)
-    def kinds(
+    def part_class_keys(
         cls, cells: Partition, window: Window, outputs: Partition | None = None, level: KeyDetail = "all"
     ) -> PartClassKeys:
-        """Return the kinds of parts: tiles whose parts have the same kinds have plans that agree as `level` says.
+        """Return class keys of parts; the plans of tiles whose parts have equal keys agree in the given properties.
 
         Parameters
         ----------
         level : {'messages', 'extents', 'all'}
-            Property that plans of the same kinds share: message sizes; extents of boxes, and whether plans are trivial;
+            'messages': sizes of messages. 'extents': extents of boxes, and whether the plan is trivial. 'all':
             everything except position.
         """
         axes = _axis_plans(cells, window, outputs)
-        return PartClassKeys(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
+        return PartClassKeys(cells.parts[: len(axes)], [axis.class_keys(level) for axis in axes])
 
 
 def total_halo_volume(partition: Partition, window: Window) -> int:
@@ -157,14 +157,14 @@ def total_halo_volume(partition: Partition, window: Window) -> int:
 
 
 class PartClassKeys(NamedTuple):
-    """Kinds of the parts of each axis.
+    """Class keys of the parts of each axis.
 
     Attributes
     ----------
     parts : tuple of int
         The number of parts of each axis.
     by_axis : sequence of sequences
-        For each axis, the kind of each part.
+        For each axis, the key of each part.
     """
 
     parts: tuple[int, ...]
@@ -172,11 +172,11 @@ class PartClassKeys(NamedTuple):
 
     @property
     def representative_tiles(self) -> list[int]:
-        """Tiles that together cover every kind of each axis, chosen along the axes through tile 0."""
+        """Tiles that together cover every key of each axis, chosen along the axes through tile 0."""
         tiles = {0}
-        for axis, kinds in enumerate(self.by_axis):
-            first_part_by_kind = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
-            tiles.update(part * prod(self.parts[axis + 1 :]) for part in first_part_by_kind.values())
+        for axis, keys in enumerate(self.by_axis):
+            first_part_by_key = {key: part for part, key in reversed(list(enumerate(keys)))}
+            tiles.update(part * prod(self.parts[axis + 1 :]) for part in first_part_by_key.values())
         return sorted(tiles)
 
 
@@ -214,7 +214,8 @@ class _AxisPlan:
     needs : list of Range
         For each part, the range of cells in the windows of its outputs, including cells outside the image.
     sources : list of Range
-        For each part, the range of cells, inside the image or modulo its extent (wrap), that it needs from owners.
+        For each part, the range of cells that it needs from their owners: inside the image or, with 'wrap', modulo its
+        extent.
     used : list of AxisCells
         For each part, the cells, inside the image or not, that its outputs depend on.
     """
@@ -254,7 +255,7 @@ class _AxisPlan:
             sorted({i if 0 <= i < self.n else fold_index(i, self.n, self.mode) for cells in used for i in cells})
         )
 
-    def kinds(self, level: KeyDetail) -> list[Hashable]:
+    def class_keys(self, level: KeyDetail) -> list[Hashable]:
         """Return, for each part, a key that determines the properties of its plan given by `level`."""
         key = {"messages": self._message_class_key, "extents": self._extent_class_key, "all": self._full_class_key}[
             level

@@ -18,7 +18,7 @@ from .partition import Atom, coords_of, index_of
 
 
 class AxisOverlap(NamedTuple):
-    """Cells along one dimension that one part has and another (or the same) needs.
+    """Cells along one dimension that one part has and another part (or the same part) needs.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class DimRequest:
     def sent_received_kept_counts(self) -> tuple[list[int], list[int], list[int]]:
         """Number of cells that each part sends, receives (itself included) and keeps.
 
-        Valid only if `axes` has at most one axis. If all parts need the same cells, the cost is linear in the parts.
+        Valid only if `axes` has at most one axis. The cost is linear in the parts, even if all need the same cells.
         """
         sent, received, kept = ([0] * self._parts for _ in range(3))
         for part in range(len(self.ranges)):
@@ -148,7 +148,7 @@ class DimRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """Cells that one rank has and another (or the same) needs.
+    """Cells that one rank has and another rank (or the same rank) needs.
 
     `source` is in coordinates of the tensor, or of the image; `target` is the position in the receiver's view.
     """
@@ -160,7 +160,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ViewTransfer:
-    """Views of a tensor that all ranks of a mesh need; among ranks with the same data, the nearest one sends.
+    """Views of a tensor that all ranks of a mesh need; of all ranks with the same data, the nearest rank sends.
 
     Attributes
     ----------
@@ -225,7 +225,7 @@ class ViewTransfer:
 
     @cached_property
     def is_separable(self) -> bool:
-        """Whether each dimension depends on at most one axis, and no two on the same one: pieces are products."""
+        """Whether every dimension depends on at most one axis, no two on the same axis, so pieces are products."""
         axes = [axis for request in self.requests for axis in request.axes]
         return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
 
@@ -234,7 +234,8 @@ class ViewTransfer:
         """Whether no rank needs cells of another rank."""
         if not self.is_separable:
             return not self._sends
-        return not any(one.needs_exchange for one in self.requests) or not all(any(one.needed) for one in self.requests)
+        requests = self.requests
+        return not any(dim.needs_exchange for dim in requests) or not all(any(dim.needed) for dim in requests)
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:

@@ -160,8 +160,7 @@ class Window:
             if self.modes[axis] == "reflect" and max(sides) >= n:
                 raise ConfigError(
                     f"padding {sides} with padding_mode 'reflect' must be less than the image's {counted(n, 'cell')}"
-                    " on axis"
-                    f" {axis}; use less padding or padding_mode 'replicate'"
+                    f" on axis {axis}; use less padding or padding_mode 'replicate'"
                 )
 
 

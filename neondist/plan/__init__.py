@@ -1,11 +1,11 @@
-"""Compilation of layers to a plan of a training step, without MPI.
+"""Compilation of layers into a plan of a training step, without MPI.
 
 fit: `compile_plan`. plan: the Plan that `neondist check` prints and the executor runs. graph: steps and values of a
-model. layer: one layer on all tiles. memory: lifetimes and offsets of arrays. section: nodes whose arrays are in memory
-at the same time, and segments in strips. stream: leading nodes, run in strips. segments: consecutive layers of which
-only the first input is exchanged, as requested by schemes. planner, choices: cheapest segments and schemes, cuts for
-recomputation. blocks: block-wise inference. report: the plan as text. parameters: parameters of layer models and
-PyTorch modules. model_plan: the protocol of both kinds of plan.
+model. layer: one layer on all tiles. classes: tiles with equal plans. memory: lifetimes and offsets of arrays. section:
+nodes whose arrays are in memory at the same time, and segments in strips. stream: leading nodes, run in strips.
+segments: consecutive layers that exchange only the first layer's input, as schemes request. planner, choices: cheapest
+segments and schemes, cuts for recomputation. search: fastest grid and strategy. blocks: block-wise inference. report:
+the plan as text. parameters: trained parameters. model_plan: protocol of the plans of layer models and PyTorch modules.
 """
 
 from .fit import compile_plan

@@ -35,7 +35,7 @@ class OutputBlocks(ABC):
     size : (*spatial,)
         Extent of a block; blocks at the end of an axis may be smaller.
     overlap : int
-        Number of cells after its own that a block shares with the next block along each axis.
+        Number of cells beyond its own that a block shares with the next block along each axis.
     """
 
     def __init__(self, extent: Extent, size: Sequence[int], overlap: int = 0) -> None:
@@ -112,7 +112,7 @@ class BlockPlan(OutputBlocks):
         return PlannedSection.of_parts(self.graph, self.cells, self.grid, backward=False)
 
     def position_independent_key(self, number: int) -> tuple[int, ...]:
-        """Return a key that is equal for blocks that differ only in position."""
+        """Return a key that is equal for all blocks that differ only in position."""
         return tuple(kinds[at] for kinds, at in zip(self._block_kinds, self.coords(number), strict=True))
 
     @cached_property
@@ -241,7 +241,7 @@ def find_blockwise_obstacles(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: int, overlap: int = 0) -> BlockPlan:
-    """Return blocks of at most this size, smaller if a block would need more than `max_elements` elements.
+    """Return blocks of at most `size`, smaller if a block would need more than `max_elements` elements.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def fit_blocks(graph: Graph, size: Sequence[int], max_elements: int, itemsize: i
     max_elements : int
         Elements available, of `itemsize` bytes each.
     overlap : int
-        As for `BlockPlan`.
+        As in `OutputBlocks`.
 
     Raises
     ------
@@ -284,7 +284,7 @@ def shrink_blocks_to_fit(
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes"
                 f" {format_bytes(plan.max_block_memory * itemsize)}, but only"
-                f" {format_bytes(max(0, max_elements) * itemsize)} are available; layer"
+                f" {format_bytes(max(0, max_elements) * itemsize)} is available; layer"
                 f" '{plan.layer_with_largest_arrays()}' takes the most; give more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else n for at, n in enumerate(size)]

@@ -1,6 +1,6 @@
 """Equivalence classes of tiles that differ only in position, so that one tile represents its class.
 
-Tiles and the pieces that they exchange are products of ranges: thousands of tiles fall into a few classes.
+Tiles and the pieces that they exchange are products of ranges, so thousands of tiles fall into a few classes.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def tile_classes(tiles: int, image_keys: Iterable[PartClassKeys], extra_keys: Se
 
 @lru_cache(maxsize=256)
 def part_class_keys(cells: Partition) -> PartClassKeys:
-    """Return the extent of each part along each axis, and the ends of the image that it touches."""
+    """Return the keys of parts along each axis: extents, and whether they touch the ends of the image."""
     axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
     return PartClassKeys(cells.parts[: len(axes)], axes)
 
 
 def tile_keys_from_strips(strip_keys: PartClassKeys, strips: int) -> PartClassKeys:
-    """Return the kinds of tiles from the kinds of their strips; each tile has `strips` strips along the first axis."""
+    """Return the keys of tiles, given those of their strips: `strips` strips per tile along the first axis."""
     first_axis, *other_axes = strip_keys.by_axis
     tile_keys = [tuple(first_axis[at : at + strips]) for at in range(0, len(first_axis), strips)]
     return PartClassKeys((len(tile_keys), *strip_keys.parts[1:]), [tile_keys, *other_axes])

@@ -17,11 +17,11 @@ from .layer import LayerPlan
 from .plan import Plan, TrainingSettings
 from .section import Rows
 from .segments import LayerRegions, find_regions
-from .stream import StripwisePlan, multiplications_per_sample
+from .stream import StripwisePlan, operations_per_sample
 
 Shape = tuple[int, ...]
 StreamCompiler = Callable[[StripwisePlan], Plan]
-MIN_STEP_BYTES_TO_HALVE = 64 << 20  # smallest memory of a step that is halved
+MIN_STEP_BYTES_TO_HALVE = 64 << 20  # smallest step memory that is worth halving
 MAX_WORK_FACTOR_OF_HALVING = 1.3  # maximum factor by which the work may grow to halve the memory of a step
 
 
@@ -33,7 +33,7 @@ def compile_plan(
     Parameters
     ----------
     batch_size : int, optional
-        Global. Default: one sample per replica; planners of segments then assume no batch size.
+        Global. Default: one sample per replica; planners of segments then use their own number of samples.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def halve_memory_if_cheap(plan: Plan, compile_stream: StreamCompiler, regions: L
         or plan.needed_bytes < MIN_STEP_BYTES_TO_HALVE
     ):
         return plan
-    max_work = MAX_WORK_FACTOR_OF_HALVING * multiplications_per_sample(plan.graph, None)
+    max_work = MAX_WORK_FACTOR_OF_HALVING * operations_per_sample(plan.graph, None)
     best_plan, _ = _find_fastest_stream_plan(plan, compile_stream, regions, plan.needed_bytes // 2, None, max_work)
     return best_plan or plan
 
@@ -159,7 +159,8 @@ def _find_fastest_stream_plan(
     max_work : float
         Streams that need at least this work are ignored.
     exhaustive : bool
-        Whether to try the most strips, which takes seconds for large images, even where these are unlikely to fit.
+        Whether to try the maximum number of strips, which takes seconds for large images, even if it is unlikely to
+        fit.
     """
     graph, best_plan, candidates = plan.graph, None, list[tuple[Plan, StripwisePlan]]()
     fixed_strips = isinstance(rows_per_strip, int)
@@ -169,7 +170,7 @@ def _find_fastest_stream_plan(
         if _can_run_nodes_in_strips(graph, nodes, plan.grid, regions)
     ]
     one_strip_streams = {nodes: StripwisePlan.of(graph, nodes, plan.grid, 1) for nodes in lengths}
-    min_work = {n: multiplications_per_sample(graph, _with_all_checkpoints(s)) for n, s in one_strip_streams.items()}
+    min_work = {n: operations_per_sample(graph, _with_all_checkpoints(s)) for n, s in one_strip_streams.items()}
     for nodes in lengths if rows_per_strip is not None else sorted(lengths, key=lambda nodes: min_work[nodes]):
         if min_work[nodes] >= max_work:
             continue
@@ -247,10 +248,10 @@ def _fitting_streams(
     work_and_streams: list[tuple[float, StripwisePlan]] = []
 
     def add(stream: StripwisePlan) -> None:
-        if (work := multiplications_per_sample(plan.graph, stream)) < max_work:
+        if (work := operations_per_sample(plan.graph, stream)) < max_work:
             work_and_streams.append((work, stream))
 
-    while multiplications_per_sample(plan.graph, _with_all_checkpoints(stream)) < max_work:
+    while operations_per_sample(plan.graph, _with_all_checkpoints(stream)) < max_work:
         strips, elements_by_cut = stream.grid.strips, stream.possible_cuts()
         free_bytes = max_bytes - plan.needed_bytes_with(stream)
         if free_bytes < 0:
@@ -284,7 +285,7 @@ def _count_strips_that_fit(strips: int, needed_bytes: int, free_bytes: int) -> i
 def _stream_with_fewest_strips(
     plan: Plan, stream: StripwisePlan, max_bytes: int, max_strips: int, exhaustive: bool
 ) -> StripwisePlan:
-    """Return the stream in the fewest strips, from its own number up to `max_strips`, that fits in memory.
+    """Return the stream with the fewest strips, from its own number up to `max_strips`, that fits in memory.
 
     If none is likely to fit, return a stream that does not fit. With `exhaustive`, a stream that does not fit is
     returned only if none fits.
@@ -296,7 +297,7 @@ def _stream_with_fewest_strips(
     strips, free_bytes = stream.grid.strips, max(1, max_bytes - base_bytes)
     last_strips, last_bytes = 0, 0
     while (stream_bytes := plan.needed_bytes_with(stream) - base_bytes) > free_bytes and strips < max_strips:
-        # memory independent of strips
+        # memory that does not depend on the number of strips
         fixed_bytes = (strips * stream_bytes - last_strips * last_bytes) / (strips - last_strips)
         if last_strips and fixed_bytes > 2 * free_bytes and not exhaustive:
             break

@@ -66,14 +66,15 @@ class Graph:
         Activation layers fused into the step before them, which applies them in its own pass over memory; the
         intermediate value does not exist.
     deferred_relu_gradients : dict of step to step
-        Steps with a ReLU whose gradient the following step applies, so that they need not reread their output: a
-        pooling, which stores no position of non-positive maxima, or a convolution, whose view holds the ReLU's output.
+        Steps with a ReLU whose gradient the following step applies, so that they need not reread their output. The
+        following step is a pooling, which passes no gradient to non-positive maxima, or a convolution, whose view
+        contains the ReLU's output.
     input_recomputation_steps : dict of step to step
-        Readers of a normalisation's output, each with the step that recomputes this output in the backward pass.
+        For each reader of a normalisation's output, the step that recomputes this output in the backward pass.
     always_replicated_value : int
         The vector that stays replicated even if its readers need only a shard; 0: none.
     sharded_vectors : set of int
-        Vectors of which each rank of a replica holds only its own range, because no reader needs more.
+        Vectors that are sharded over the ranks of a replica, because no reader needs more than its rank's range.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Graph:
         return producer is not None and layer.activation is not None and producer.can_fuse_activation(layer.activation)
 
     def _find_deferred_relu_gradient(self, index: int) -> tuple[int, int] | None:
-        """Return the step that need not reread its output, and the step after it; None if there is no such step."""
+        """Return the step that need not reread its output and step `index`, which follows it; None if there is none."""
         layer, previous_step = self.steps[index].layer, self.steps[index - 1]
         sole_reader = self.readers[previous_step.output_value] == [index]
         if layer is None or not layer.can_apply_input_relu_gradient or previous_step.layer is None or not sole_reader:
@@ -196,12 +197,12 @@ def trace_needed_cells(
     find_needed_cells: Callable[[Layer, Partition, int], Partition],
     extra_cells: Mapping[int, Partition] | None = None,
 ) -> list[Partition]:
-    """Return the cells of every value that each part needs.
+    """Return the cells of every value that each part of the output needs.
 
     Parameters
     ----------
     output_cells : Partition
-        The parts of the output.
+        The parts.
     find_needed_cells : callable
         Returns the cells of a value that a layer needs for parts of its output.
     extra_cells : dict of value to Partition
@@ -219,7 +220,7 @@ def trace_needed_cells(
 
 
 def needed_cells(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
-    """Return the cells of a layer's input, of this shape, on which parts of its output depend."""
+    """Return the cells of a layer's input, of shape `shape`, on which parts of its output depend."""
     receptive_window = layer.receptive_window_for(shape)
     assert receptive_window is not None
     if receptive_window.pointwise:

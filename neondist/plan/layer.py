@@ -36,7 +36,7 @@ class TrainingCosts:
     flops : int
         Floating-point operations of a module's products, forward and backward, on the plan's rank.
     parameters : int
-        Parameter elements; those of a module count in the first step that reads them, if they are trained.
+        Parameter elements; trained parameters of a module are counted in the first step that reads them.
     memory : int
         Bytes of views or outputs, parameters, gradients and optimiser state on the rank with the most.
     """
@@ -77,7 +77,7 @@ class PlannedExchange(NamedTuple):
 
     def tile_class_keys(self, level: KeyDetail = "all") -> PartClassKeys:
         """Return the keys that distinguish the plans of tiles."""
-        return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
+        return HaloPlan.part_class_keys(self.cells, self.window, self.outputs, level)
 
 
 class LayerPlan:
@@ -161,7 +161,7 @@ class LayerPlan:
         return self.output_partition.box(tile)
 
     def settings_equal_on_all_ranks(self) -> str:
-        """Return a text that all ranks must agree on."""
+        """Return the settings that all ranks must agree on, as text."""
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells_by_tile)))
         tiles_checksum = hashlib.sha256(cells.encode()).hexdigest()[:8]
         settings = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {tiles_checksum}"
@@ -192,7 +192,7 @@ class LayerPlan:
     def forward_multiplications(self, tile: int) -> int:
         """Return the multiplications per sample of a tile's forward pass.
 
-        They are counted from the cells that the tile computes or, if weights are partitioned, from the tile's weights.
+        The count is based on the cells that the tile computes or, if weights are partitioned, on the tile's weights.
         """
         weights = self.trained_parameters.get("weights")
         if weights is None:
@@ -207,7 +207,7 @@ class LayerPlan:
         return sum(p.elements_on(self.grid, tile) for p in self.trained_parameters.values())
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
-        """Return keys that distinguish tiles by outputs, parameters and, as `level` says, messages, extents or both."""
+        """Return keys that distinguish tiles by outputs, parameters and, depending on `level`, messages or extents."""
         exchanges = [self._view, *filter(None, [self._output_halo])] if level != "messages" else []
         exchanges += [*self._exchanges, *filter(None, [self._gather])] if level != "extents" else []
         extents = [extent for p in self.trained_parameters.values() if (extent := p.layout.partitioned_extent(p.shape))]
@@ -304,8 +304,6 @@ class LayerPlan:
         ----------
         group_sizes : dict of group to int
             Number of ranks of each group.
-        num_micro_batches : int
-            Number of micro-batches.
         """
         return sum(
             sums.result_elements(samples, num_micro_batches) * itemsize

@@ -81,7 +81,7 @@ class MemoryPlan:
     view_of_value : dict of value to step
         Step whose view contains the value in its interior.
     rebuilt_view_ranges, border_ranges : dict of step to int
-        Ranges of views that are rebuilt for the backward pass, and of their kept part: the cells around the tile.
+        Ranges of views that are rebuilt for the backward pass, and of the cells around the tile, which are kept.
     backward_start : int
         First time of the backward pass.
     """
@@ -116,7 +116,7 @@ class MemoryPlan:
 
 
 class _GradientLifetimes:
-    """Places and last reads of the gradients of a graph's values."""
+    """Memory locations and last reads of the gradients of a graph's values."""
 
     def __init__(self, graph: Graph, value_elements: Sequence[int]) -> None:
         self._graph, self._value_elements = graph, value_elements
@@ -137,7 +137,7 @@ class _GradientLifetimes:
         )
 
     def accumulates_in_first(self, value: int) -> bool:
-        """Return whether all gradients of a value are added to the first one, because nothing else reads that one."""
+        """Return whether all gradients of a value are added to the first gradient, which nothing else reads."""
         if value not in self._accumulated:
             *_, reader, last_reader = sorted(self._graph.readers[value])
             step = self._graph.steps[last_reader]
@@ -262,7 +262,7 @@ class MemoryPlanner:
         return is_join and not self._gradients.is_exclusive(step.output_value)
 
     def _add_views(self, plan: MemoryPlan, index: int) -> None:
-        """Add the view of a step's input, and what is rebuilt or kept of it for the backward pass."""
+        """Add the view of a step's input, and the parts of it that are rebuilt or kept for the backward pass."""
         (value,) = self.graph.steps[index].inputs
         backward_time = self._end - index
         if self.has_window[index]:
@@ -281,7 +281,7 @@ class MemoryPlanner:
                 plan.border_ranges[index] = plan.add(border_elements, index, backward_time)
 
     def _add_gradient(self, plan: MemoryPlan, index: int) -> None:
-        """Add the gradient of a step's view: over the view where the step may overwrite it."""
+        """Add the gradient of a step's view, in the memory of the view if the step may overwrite it."""
         (value,) = self.graph.steps[index].inputs
         first_time = self._end - index
         last_time = self._gradients.last_read(value) if self._gradients.stays_in_place(value, index) else first_time

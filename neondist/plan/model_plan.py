@@ -82,7 +82,7 @@ class ModelPlan(Protocol):
 
     @property
     def min_extent(self) -> int:
-        """Smallest extent of an axis that is cut into tiles; 1 if there is none."""
+        """Smallest extent of an axis that is cut into tiles; 1 if no axis is."""
 
     @property
     def workload(self) -> Workload:
@@ -94,7 +94,7 @@ class ModelPlan(Protocol):
 
     @property
     def class_by_benchmark_row(self) -> Mapping[str, str]:
-        """Rows of a benchmark's table, and the class of each."""
+        """Class of each row of a benchmark's table, by the row's name."""
 
     def benchmark_row_of(self, name: str) -> str:
         """Return the table row of a layer or step; other names have their own rows."""

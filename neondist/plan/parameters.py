@@ -1,4 +1,4 @@
-"""The trained parameters of a model on a grid: owners, bytes of sums and messages, and memory."""
+"""The trained parameters of a model on a grid: owners, bytes of reductions and messages, and memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ParameterPlan:
 
     @cached_property
     def shares(self) -> dict[str, OwnerBoxes]:
-        """Parts of parameters that ranks own, by full name; parameters partitioned over the tiles are left out."""
+        """Parts of parameters that ranks own, by full name; parameters partitioned over the tiles are omitted."""
         return compute_owner_boxes(self.strategy, self.grid.size, self.untiled)
 
     @cached_property
@@ -113,7 +113,7 @@ class ParameterPlan:
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
     def num_parameters_on(self, rank: int) -> int:
-        """Return the number of parameter elements on a rank: all of untiled parameters, and of tiled ones its tile."""
+        """Return a rank's number of parameter elements: whole untiled parameters, and its parts of tiled parameters."""
         return sum(item.elements_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
     def reduction_bytes(self, rank: int, num_norms: int = 0) -> int:

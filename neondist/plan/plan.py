@@ -28,16 +28,16 @@ from .model_plan import Workload
 from .parameters import ParameterPlan
 from .planner import recompute_cuts
 from .section import PlannedSection, Rows, Segment, group_into_segments
-from .stream import StripwisePlan, multiplications_per_sample
+from .stream import StripwisePlan, operations_per_sample
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
-"""Names under which reductions of the whole model are recorded, instead of a layer's."""
+"""Names under which reductions of the whole model are recorded, in place of a layer's name."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Properties of a training step that a plan needs in addition to the layers."""
+    """Properties of a training step, apart from its layers, on which a plan depends."""
 
     cost: Cost
     optimizer: Optimizer
@@ -52,7 +52,7 @@ class TrainingSettings:
     halve_memory_by_streaming: bool = False
     """whether to halve the memory at the cost of some more work, if there is no limit"""
     backend: str = "numpy"
-    """name of the backend, whose processes need a part of the memory limit"""
+    """name of the backend, whose overhead per process is part of the memory limit"""
     strategy: StrategyBuilder | Strategy | None = None
     """None: all ranks sum all gradients and update all parameters"""
 
@@ -206,7 +206,7 @@ class Plan(Sequence[LayerPlan]):
     def redistribution_bytes(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank sends in a training step to redistribute vectors, by layer.
 
-        The key 'gradients' stands for gradients sent to their owners, and owned values sent to all ranks.
+        The bytes of 'gradients' are those of gradients sent to their owners, and of owned values sent to all ranks.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
@@ -235,7 +235,7 @@ class Plan(Sequence[LayerPlan]):
         work_factor = (
             1.0
             if self.stream is None
-            else multiplications_per_sample(self.graph, self.stream) / multiplications_per_sample(self.graph, None)
+            else operations_per_sample(self.graph, self.stream) / operations_per_sample(self.graph, None)
         )
         flops = work_factor * sum(
             2 * samples * (3 if plan.needs_input_gradient else 2) * plan.forward_multiplications(0) for plan in self
@@ -307,7 +307,7 @@ class Plan(Sequence[LayerPlan]):
         partitions |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.sharded_vectors}
         partitions |= {cells for section in self.sections for cells in section.regions.values()}
         level: KeyDetail = "extents" if stream is None and not self.segments else "all"
-        class_keys = [kind for plan in self for kind in plan.tile_class_keys(level)]
+        class_keys = [key for plan in self for key in plan.tile_class_keys(level)]
         class_keys += map(part_class_keys, partitions)
         class_keys += [] if stream is None else stream.tile_class_keys
         tiles = range(self.grid.tiles if self.parameters.shares else 0)
@@ -348,7 +348,7 @@ class Plan(Sequence[LayerPlan]):
         """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
         start = 0 if self.stream is None else self.stream.num_nodes
         num_nodes = len(self.graph.node_ends) - 1 - start
-        # nodes without steps are not a section of their own
+        # nodes without steps do not form a section on their own
         ends, sharded_vectors = self.graph.node_ends, self.graph.sharded_vectors
         nodes = range(start, start + num_nodes)
         costs = [inf if ends[at] == ends[start] or ends[at][1] in sharded_vectors else 0 for at in nodes]
@@ -444,12 +444,12 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def _ids_of_recomputed_layers(self) -> set[int]:
-        """Layers whose forward pass is run twice: all layers outside the last section."""
+        """Ids of layers whose forward pass is run twice: all layers before the last section."""
         num_steps, _ = self.graph.node_ends[self.sections[-1].first_node if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:num_steps]}
 
     def max_live_samples(self, replica: int) -> int:
-        """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""
+        """Return the samples that are in a rank's memory at once: a micro-batch, unless a reduction spans the batch."""
         samples = self.samples(replica)
         spans_batch = any(sums.spans_batch for plan in self for sums in plan.reductions)
         return samples if spans_batch else max_micro_batch_size(micro_batch_ranges(samples, self.training.accumulate))

@@ -13,7 +13,7 @@ from ..system.machine import MachineProfile
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
 MAX_SEGMENT_LAYERS = 12  # maximum number of layers with windows in a segment
-TRAINING_COST_FACTOR = 3  # cost of a training step, in units of fprop
+TRAINING_COST_FACTOR = 3  # cost of a training step relative to fprop
 
 
 class LayerWithRegions(NamedTuple):
@@ -65,8 +65,8 @@ def overhead_seconds(
 ) -> list[float]:
     """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
-    The exchange is counted for the central tile, which has neighbours on all sides, and redundant computation for the
-    largest tile, for which all ranks wait.
+    The exchange is that of the central tile, which has neighbours on all sides; the redundant computation is that of
+    the largest tile, for which all ranks wait.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ MAX_COMPARED_GRIDS = 24  # maximum number of grids compared
 
 
 class PlanWithSchemes(NamedTuple):
-    """A plan, and the halo schemes chosen for its layers, by name."""
+    """A plan, and the schemes chosen for its layers, by layer name."""
 
     plan: ModelPlan
     schemes: dict[str, str]
@@ -205,7 +205,7 @@ def choice_label(choice: GridChoice) -> str:
 
 
 def choice_table(choice: GridChoice, runner_up: GridChoice | None, reasons: Sequence[str], error_note: str) -> Any:
-    """Return, for a rich console, tables of the parameters and of the choice and the runner-up, and the reason."""
+    """Return tables of the parameters, the choice and the runner-up, with the reason, for a rich console."""
     from rich.console import Group
     from rich.text import Text
 

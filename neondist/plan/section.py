@@ -1,4 +1,4 @@
-"""Units of execution: sections, whose arrays are in memory at the same time, and the segments in them, run in strips.
+"""Units of execution: sections, whose arrays are in memory at the same time, and their segments, run in strips.
 
 A strip (some rows, or slabs, of a tile) passes through all layers of a segment before the next strip does.
 """
@@ -188,7 +188,7 @@ class Segment:
 
     def tile_class_keys(self, level: KeyDetail) -> list[PartClassKeys]:
         """Return the keys that distinguish tiles."""
-        return [kind for plan in self.plans for kind in plan.tile_class_keys(level)]
+        return [key for plan in self.plans for key in plan.tile_class_keys(level)]
 
     def output_halo_plan(self, tile: int) -> None:
         """Return None: strips add nothing to cells of other strips."""
@@ -240,7 +240,7 @@ def group_into_segments(
     groups: list[list[int]] = []
     for at, step in enumerate(graph.steps):
         plan = layers.get(id(step.layer))
-        if plan is None or not _is_stripable(plan):
+        if plan is None or not _can_run_in_strips(plan):
             continue
         previous_step = groups[-1][-1] if groups else None
         is_consecutive = previous_step == at - 1 and graph.readers[graph.steps[at - 1].output_value] == [at]
@@ -278,8 +278,8 @@ def _merge_steps(graph: Graph, segment_by_first_step: dict[int, Segment], inner_
 INSIDE_SEGMENT = (-1, -1)  # end of a node in the middle of a segment
 
 
-def _is_stripable(plan: LayerPlan) -> bool:
-    """Return whether a layer can run in strips: no reduction, state, partitioned weights or halo but its window's."""
+def _can_run_in_strips(plan: LayerPlan) -> bool:
+    """Return whether a layer can run in strips: it has no reduction or state, and no halo except its window's."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

@@ -21,9 +21,9 @@ from .section import PlannedSection
 from .segments import LayerRegions
 
 Shape = tuple[int, ...]
-ACCESS_COST_IN_MULTIPLICATIONS = 100  # multiplications in the time of reading or writing one number
-CALL_COST_IN_MULTIPLICATIONS = 15 * 10**6
-"""multiplications in the time of calling a step for a strip, in addition to the work of the step"""
+ACCESS_COST_IN_OPERATIONS = 100  # floating-point operations in the time of reading or writing one number
+CALL_COST_IN_OPERATIONS = 15 * 10**6
+"""floating-point operations in the time of calling a step for a strip, in addition to the step's own operations"""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StripwisePlan:
 
     Strips divide a tile as tiles divide an image under `overlap_tile`: each is computed from all image cells that it
     depends on, without halo exchange. Before a layer with a reduction, all strips are run up to its `reduce`, whose
-    result is summed over strips and ranks; in the backward pass, up to its `reduce_backward`. Gradients of intermediate
-    values can be kept (a cut), so that the steps above them need not be run again.
+    results are combined over strips and ranks; in the backward pass, up to its `reduce_backward`. Gradients of
+    intermediate values can be kept (a cut), so that the steps after the cut need not be run again.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class StripwisePlan:
     num_strips_with_kept_gradients : int, optional
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
-        Cells of the last value on each tile, if more than the tile's: below a cut, all cells that the steps above read.
+        Cells of the last value on each tile, if more than the tile's: at a cut, all cells that later steps read.
     precomputed_strip_cells : list of Partition, optional
         Precomputed `strip_cells` of the same strips.
     """
@@ -105,10 +105,10 @@ class StripwisePlan:
         return max(hi - lo for lo, hi in last_tiles.ranges_along(0))
 
     @property
-    def training_multiplications(self) -> float:
-        """Multiplications per sample and training step, on all tiles, including the overlap of strips."""
+    def training_operations(self) -> float:
+        """Cost per sample and training step, in operations, on all tiles, including the overlap of strips."""
         sweep_ends = [*self.reduction_steps("forward"), *([] if self.output_is_vector else [len(self.graph.steps)])]
-        multiplications = self._multiplications_for_counts(
+        operations = self._operations_for_counts(
             [sum(end >= at for end in sweep_ends) for at in range(len(self.graph.steps))]
         )
         for part in self.parts:
@@ -117,15 +117,15 @@ class StripwisePlan:
                 if part.stream_below_cut is None
                 else part._num_kept_strips / (part.grid.num_last_strips or part.grid.strips)
             )
-            with_cut = part._backward_multiplications(part.backward_sweep_stops)
-            without_cut = part._backward_multiplications(part._backward_sweep_ends_without_cuts)
-            multiplications += kept_share * with_cut + (1 - kept_share) * without_cut
-        return multiplications
+            with_cut = part._backward_operations(part.backward_sweep_stops)
+            without_cut = part._backward_operations(part._backward_sweep_ends_without_cuts)
+            operations += kept_share * with_cut + (1 - kept_share) * without_cut
+        return operations
 
-    def _backward_multiplications(self, sweeps: Sequence[int]) -> float:
-        """Return the multiplications per sample of a backward pass of all strips with these sweeps."""
+    def _backward_operations(self, sweeps: Sequence[int]) -> float:
+        """Return the cost per sample, in operations, of a backward pass of all strips with these sweeps."""
         saved_share = self.checkpointed_strips / self.grid.strips
-        return self._multiplications_for_counts(
+        return self._operations_for_counts(
             [
                 (1 if at in self.recomputed_steps else 1 - saved_share) * len(sweeps)
                 + sum(end < at for end in sweeps)
@@ -134,8 +134,8 @@ class StripwisePlan:
             ]
         )
 
-    def _multiplications_for_counts(self, run_counts: Sequence[float]) -> float:
-        """Return the multiplications per sample if the strips of step i are computed run_counts[i] times."""
+    def _operations_for_counts(self, run_counts: Sequence[float]) -> float:
+        """Return the cost per sample, in operations, if the strips of step i are computed run_counts[i] times."""
         graph, total, strip_share = self.graph, 0.0, (self.grid.num_last_strips or self.grid.strips) / self.grid.strips
         for at, (count, step) in enumerate(zip(run_counts, graph.steps, strict=True)):
             if len(graph.shapes[step.output_value]) < 2:
@@ -144,8 +144,7 @@ class StripwisePlan:
             axes = range(len(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
             total += count * (
-                computed * forward_multiplications_per_cell(graph, at)
-                + strip_share * prod(cells.parts) * CALL_COST_IN_MULTIPLICATIONS
+                computed * forward_cost_per_cell(graph, at) + strip_share * prod(cells.parts) * CALL_COST_IN_OPERATIONS
             )
         return total
 
@@ -353,7 +352,7 @@ class StripwisePlan:
         return max(self.section.memory_plan(at).num_elements for at in self._distinct_strips(tile))
 
     def _distinct_strips(self, tile: int, only_largest: bool = False) -> list[int]:
-        """Return one strip per geometry; `only_largest`: only if no other has at least as many rows of every value."""
+        """Return one strip per geometry; `only_largest`: omit strips with no more rows of any value than another."""
         part_by_strip, strips = self._first_axis_parts(tile), self.strips(tile)
         own = [part_by_strip[at] for at in strips]
         cells_by_value = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
@@ -401,35 +400,35 @@ class StripwisePlan:
         """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
-        strips = [kind for plan in plans for kind in plan.tile_class_keys("all")]
+        strips = [key for plan in plans for key in plan.tile_class_keys("all")]
         strips += [part_class_keys(cells) for part in parts for cells in part.strip_cells]
         extended_output = [part_class_keys(part.extended_output) for part in parts if part.extended_output is not None]
-        return [*(tile_keys_from_strips(kind, self.grid.strips) for kind in strips if kind.by_axis), *extended_output]
+        return [*(tile_keys_from_strips(key, self.grid.strips) for key in strips if key.by_axis), *extended_output]
 
     def kept_gradient_elements(self, tile: int) -> int:
-        """Return the elements per sample of kept gradients, kept at two consecutive cuts at a time."""
+        """Return the elements per sample of kept gradients: those of two consecutive cuts are kept at the same time."""
         cut = [part for part in self.parts if part.extended_output is not None]
         sizes = [part.extended_output.box(tile).size * part.graph.shapes[part.graph.output_value][-1] for part in cut]  # type: ignore[union-attr]
         return max(above + below for above, below in pairwise([0, *sizes, 0]))
 
 
-def forward_multiplications_per_cell(graph: Graph, step_index: int) -> float:
-    """Return the multiplications of a step's forward pass per output cell; 0 for a fused activation."""
+def forward_cost_per_cell(graph: Graph, step_index: int) -> float:
+    """Return the cost, in operations, of a step's forward pass per output cell; 0 for a fused activation."""
     step = graph.steps[step_index]
     if step_index in graph.fused_activations:
         return 0.0
     computed = 0.0 if step.layer is None else forward_operations_per_cell(step.layer, graph.shapes[step.inputs[0]])
-    return computed + ACCESS_COST_IN_MULTIPLICATIONS * graph.shapes[step.output_value][-1]
+    return computed + ACCESS_COST_IN_OPERATIONS * graph.shapes[step.output_value][-1]
 
 
-def multiplications_per_sample(graph: Graph, stream: StripwisePlan | None) -> float:
-    """Return the multiplications per sample of a training step."""
+def operations_per_sample(graph: Graph, stream: StripwisePlan | None) -> float:
+    """Return the cost per sample of a training step, in operations, including memory accesses and calls."""
     first_step = 0 if stream is None else len(stream.graph.steps)
-    remaining_multiplications = sum(
-        prod(graph.shapes[graph.steps[at].output_value][:-1]) * forward_multiplications_per_cell(graph, at)
+    remaining_operations = sum(
+        prod(graph.shapes[graph.steps[at].output_value][:-1]) * forward_cost_per_cell(graph, at)
         for at in range(first_step, len(graph.steps))
     )
-    return TRAINING_COST_FACTOR * remaining_multiplications + (0 if stream is None else stream.training_multiplications)
+    return TRAINING_COST_FACTOR * remaining_operations + (0 if stream is None else stream.training_operations)
 
 
 def _declares_saved_bytes(step: Step) -> bool:

@@ -1,4 +1,4 @@
-"""Tiles of the same kind have equivalent plans."""
+"""Tiles of the same key have equivalent plans."""
 
 from math import prod
 
@@ -43,14 +43,14 @@ def test_tiles_of_a_class_have_equivalent_plans(axes, mode):
         ("extents", list_box_shapes),
         ("all", list_relative_boxes),
     ):
-        kinds, signatures = HaloPlan.kinds(partition, window, None, level), {}
-        assert kinds.parts == parts
+        keys, signatures = HaloPlan.part_class_keys(partition, window, None, level), {}
+        assert keys.parts == parts
         for tile, plan in enumerate(plans):
-            kind = tuple(axis[part] for axis, part in zip(kinds.by_axis, partition.coords(tile), strict=True))
-            assert signatures.setdefault(kind, signature(plan)) == signature(plan)
+            key = tuple(axis[part] for axis, part in zip(keys.by_axis, partition.coords(tile), strict=True))
+            assert signatures.setdefault(key, signature(plan)) == signature(plan)
         covered = {
-            axis: {kinds.by_axis[axis][partition.coords(t)[axis]] for t in kinds.representative_tiles}
+            axis: {keys.by_axis[axis][partition.coords(t)[axis]] for t in keys.representative_tiles}
             for axis in range(len(parts))
         }
-        assert covered == {axis: set(kinds.by_axis[axis]) for axis in range(len(parts))}
-        assert len(kinds.representative_tiles) <= 1 + sum(parts) <= 1 + len(parts) * prod(parts)
+        assert covered == {axis: set(keys.by_axis[axis]) for axis in range(len(parts))}
+        assert len(keys.representative_tiles) <= 1 + sum(parts) <= 1 + len(parts) * prod(parts)
