@@ -18,9 +18,9 @@ from .sleeping_barrier import sleeping_barrier
 
 BATCH_SIZE, CHANNELS = 8, 64
 IMAGE_EXTENTS = (16, 32, 64, 128, 256)
-CONTESTANTS, ROUNDS = 5, 15
+NUM_CALLS, ROUNDS = 5, 15
 ROUND_SECONDS = 0.02
-"""seconds of one round of one contestant"""
+"""seconds for which each call is repeated in a round"""
 
 
 def bench_halo(
@@ -28,12 +28,12 @@ def bench_halo(
 ) -> dict[str, Any]:
     """Measure exchanges of halos one cell wide. Collective: every rank gets the same result.
 
-    Images are (8, n, n, 64) float32, split along H. Seconds are medians over rounds, of the slowest rank.
+    Images are (8, n, n, 64) float32, split along H. Seconds are medians over rounds of the slowest rank's time.
     """
     grid = ProcessGrid(world, rows=world.size, cols=1)
     sizes = []
     progress = progress or SilentProgress()
-    progress.set_total_parts(len(extents), planned_seconds=[CONTESTANTS * ROUNDS * ROUND_SECONDS] * len(extents))
+    progress.set_total_parts(len(extents), planned_seconds=[NUM_CALLS * ROUNDS * ROUND_SECONDS] * len(extents))
     for n in extents:
         progress.begin_part(f"{n} x {n} cells")
         sizes.append(_measure_exchanges(grid, n))
@@ -86,7 +86,7 @@ def _time_calls(world: Transport, call: Callable[[], object], count: int) -> flo
 
 
 def _plain_mpi_exchange(world: Transport, view: np.ndarray) -> Callable[[], object]:
-    """Return the same exchange in plain mpi4py, with subarrays, and with receives started before sends."""
+    """Return the same exchange in plain mpi4py, with subarray datatypes, and with receives posted before sends."""
     comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
     if comm is None or mpi is None:
         return lambda: None

@@ -1,4 +1,4 @@
-"""Allocations by PyTorch's kernels in a step, which Python's tracemalloc does not see."""
+"""Allocations by PyTorch's kernels in a step, which Python's tracemalloc does not record."""
 
 from __future__ import annotations
 

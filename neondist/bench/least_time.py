@@ -1,4 +1,4 @@
-"""Minimum times of training steps on this machine, from which benchmarks estimate their duration at the start."""
+"""Minimum times of training steps on this machine, from which benchmarks initially estimate their duration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CoreSpeed:
             return cls(*measure_rank_rates(SingleTransport(), np.matmul, np.dtype(np.float32), *sizes))
 
     def step_seconds_lower_bound(self, experiment: Any, ranks: int, cores: int | None = None) -> float:
-        """Return the minimum seconds of a step of the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
+        """Return the minimum seconds of a step on the busiest of `ranks` ranks; 0 on a GPU, whose speed is unknown.
 
         The ranks share `cores` cores; default: one core each.
         """

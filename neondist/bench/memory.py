@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Return the resident memory now."""
+    """Return the current resident memory."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak, if the system supports it."""
+    """Reset the peak resident memory, if the system supports this."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""Time of a training step of a PyTorch module by kind, from PyTorch's profiler."""
+"""Breakdown of a PyTorch module's training step by kind of work, from PyTorch's profiler."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .sleeping_barrier import sleeping_barrier
 from .step import ROUND_SECONDS
 
 LEARNING_RATE = 1e-6
-"""learning rate, so small because the loss of random targets would otherwise diverge to NaN"""
+"""small, because the loss with random targets would otherwise diverge to NaN"""
 
 
 class TimedModuleStep:
@@ -98,7 +98,7 @@ class TimedModuleStep:
             lines = str(error).strip().splitlines() or [""]
             raise ConfigError(
                 f"a training step for an input of {'×'.join(map(str, self.shape))} failed: {type(error).__name__}:"
-                f" {lines[0]}; give --input N,C,H,W as the module expects it"
+                f" {lines[0]}; give the input shape that the module expects with --input N,C,H,W"
             ) from error
         self.optimizer.step()
 
@@ -117,11 +117,11 @@ class TimedModuleStep:
         """Return the breakdown of a step's time, the mean over the ranks. Collective."""
         sleeping_barrier(self.grid.world)
         by_rank = self.grid.world.allgather(measure_time_shares(self, self.grid))
-        kinds, operators = [one["kinds"] for one in by_rank], [one["operators"] for one in by_rank]
-        means = {name: fmean(one.get(name, 0.0) for one in operators) for totals in operators for name in totals}
+        kinds, operators = ([shares[name] for shares in by_rank] for name in ("kinds", "operators"))
+        means = {name: fmean(shares.get(name, 0.0) for shares in operators) for names in operators for name in names}
         return {
-            "kinds": {kind: fmean(one[kind] for one in kinds) for kind in kinds[0]},
-            "operators": dict(sorted(means.items(), key=lambda one: -one[1])),
+            "kinds": {kind: fmean(shares[kind] for shares in kinds) for kind in kinds[0]},
+            "operators": dict(sorted(means.items(), key=lambda item: -item[1])),
         }
 
 
@@ -140,7 +140,7 @@ def measure_module(
     Parameters
     ----------
     steps : int
-        Minimum number of timed steps, which follow two steps that do not count.
+        Minimum number of timed steps, which follow two steps that are not timed.
     profile : bool
         Add the breakdown of the time of one more step.
     progress : ProgressLine, optional

@@ -1,4 +1,4 @@
-"""The networks that `neondist bench suite` knows by name."""
+"""Built-in networks of `neondist bench suite`."""
 
 from __future__ import annotations
 
@@ -166,6 +166,6 @@ OTHER_NETWORKS = {
     ),
     "deep": BenchmarkNetwork(1, (512, 512, 3), lambda: [*(_conv(8) for _ in range(24)), *_classifier()]),
 }
-"""networks of other kinds"""
+"""networks with other architectures"""
 NETWORKS = MAIN_NETWORKS | OTHER_NETWORKS
 NETWORK_GROUPS = {"main": tuple(MAIN_NETWORKS), "others": tuple(OTHER_NETWORKS)}

@@ -14,6 +14,6 @@ def relative_noise(seconds: Sequence[float]) -> float:
 
 
 def noise_warnings(noise: float) -> list[str]:
-    """Return a warning if times of the same work differed much."""
+    """Return a warning if times of the same work differed by more than NOISE_LIMIT."""
     warning = f"timings of the same work differed by {noise:.0%}; repeat the benchmark without other programs running"
     return [warning] if noise > NOISE_LIMIT else []

@@ -1,4 +1,4 @@
-"""Public PyTorch models that `neondist bench torch` knows by name, and the shapes of the inputs to train them on."""
+"""Public PyTorch models that are built into `neondist bench torch`, and the shapes of their training inputs."""
 
 from __future__ import annotations
 

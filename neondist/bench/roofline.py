@@ -69,8 +69,8 @@ def measure_rank_rates(
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
     """Return the rows with the flops, bytes and limit of each layer or segment, and its share of the limit.
 
-    Bytes are those of input, output and their gradients, each read or written once; recomputation is not counted. All
-    values are sums over the ranks.
+    Bytes are those of input, output and their gradients, each read or written once; recomputation is not counted.
+    Values are sums over the ranks.
     """
     work = {
         name: _flops_and_bytes(plans, model.batch_size, model.dtype.itemsize)
@@ -106,7 +106,7 @@ def count_multiplications(plan: LayerPlan) -> int:
 
 
 def _fastest_call_seconds(world: Transport, call: Callable[[], object], calls: int) -> float:
-    """Return the seconds of the fastest of several calls, each made on all ranks at once and timed on the slowest."""
+    """Return the seconds of the fastest of several calls, made on all ranks at once and timed on the slowest rank."""
     call()
     times = []
     for _ in range(calls):

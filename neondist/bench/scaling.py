@@ -46,7 +46,7 @@ def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int]
         )
     first = rows[0]
     for at, row in enumerate(rows):
-        # samples per second suit weak scaling (growing batch) as well as strong scaling
+        # the ratio of samples per second is the speed-up in weak scaling (growing batch) as well
         row["speedup"] = median(
             run[at]["batch_size"] / run[at]["seconds_per_step"] * run[0]["seconds_per_step"] / run[0]["batch_size"]
             for run in measured

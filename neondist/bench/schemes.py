@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 class RunProgressReporter(Hook):
-    """Progress of training runs; each run is one part of the progress line of rank 0.
+    """Hook that reports the progress of training runs; each run is one part of the progress line of rank 0.
 
     Parameters
     ----------
@@ -153,7 +153,8 @@ def count_tiles(row: EpochRecord) -> int:
 def summarise_by_scheme(rows: Sequence[EpochRecord]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
-    A scheme is on the front unless another, on as many tiles, is better in mean error or bytes and worse in neither.
+    A scheme is on the front unless another scheme, on as many tiles, has a lower mean error or sends fewer bytes, and
+    is worse in neither.
     """
     summary = []
     for tiles, scheme in dict.fromkeys((count_tiles(row), row["scheme"]) for row in rows):

@@ -35,10 +35,10 @@ WARM_UP_STEPS = 2
 ROUND_SECONDS = 0.3
 TRACED_STEPS = 3
 MIN_READ_STEPS, READ_ROUNDS = 10, 5
-"""minimum number of steps in a turn whose batches are read (one batch ahead), and number of such turns"""
+"""minimum number of steps in a turn that reads its batches (one batch ahead), and number of such turns"""
 HALO_MESSAGE_KINDS = "halo", "ring"
 GRADIENT_TOLERANCES = {"float32": 1e-2, "float64": 1e-8}
-"""relative tolerance of gradients: float32 sums have millions of terms"""
+"""relative tolerances of gradients, whose sums may have millions of terms"""
 
 
 def bench_step(
@@ -64,7 +64,7 @@ def bench_step(
     against : {'torch'}, optional
         Also train the same network in PyTorch, in alternating rounds.
     threads : int
-        Number of PyTorch's threads: the total number of threads of all ranks, for equal resources.
+        Number of PyTorch's threads; the total number of threads of all ranks gives both the same resources.
     roofline : bool
         Add the roofline of every layer: 'machine', and further values in 'layers'. With PyTorch's kernels, also add
         'allocations', the allocations of these kernels in a step of rank 0.

@@ -97,7 +97,7 @@ def bench_suite(
 def summarise_network(network: str, turns: Mapping[str, VariantMeasurements]) -> Results:
     """Return medians, and ratios of turns of the same round.
 
-    'memory' is the peak memory of one process (of a rank, if that was not measured) relative to PyTorch's eager mode.
+    'memory' is the peak memory of the single process, or of a rank if there is none, relative to PyTorch's eager mode.
     """
     timed = {variant: turn for variant, turn in turns.items() if turn.seconds and not turn.failure_reason}
     variants: Results = {

@@ -49,7 +49,7 @@ def step_table(results: dict[str, Any]) -> RenderableType:
 
 
 def share_text(share: float | None) -> str:
-    """Return the share of a limit as text; '-' if it is far above 100%, because another layer does the work."""
+    """Return the share of a limit as text; '-' if it is far above 100%, because another layer does its work."""
     if share is None:
         return ""
     return f"{share:.0%}" if share <= _MAX_SHOWN_SHARE else "-"

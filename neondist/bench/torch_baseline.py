@@ -1,4 +1,4 @@
-"""Process that trains the same network in PyTorch, for comparison."""
+"""Process that trains a model's network in PyTorch, for comparison."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TorchBaseline:
         _use_all_cores(self.process.pid, threads)
 
     def compare_gradients(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
-        """Return the loss at the initial weights, without dropout, and the error and name of the worst gradient."""
+        """Return the loss for the initial weights, without dropout, and the error and name of the worst gradient."""
         loss, worst, name = self._request(
             "compare_gradients", self._write("gradients.npz", {**self.state, **gradients})
         )

@@ -1,7 +1,7 @@
-"""The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place ReLUs.
+"""A model's network in PyTorch with autograd, optimised for CPUs: channels-last, with in-place ReLUs.
 
 `python -m neondist.bench.torch_twin FOLDER` runs it in a process with its own threads and memory. The folder contains
-the model, its weights and the batch; requests and answers are lines of JSON.
+the model, its weights and the batch; requests and responses are lines of JSON.
 """
 
 from __future__ import annotations

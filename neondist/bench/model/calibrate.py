@@ -1,8 +1,8 @@
 """Calibration on this machine: messages between two ranks, and slowdowns of ranks that share resources.
 
-Every round measures everything once; results are medians over the rounds. A slowdown is the median of the ratios within
-a round: the speed of cores changes by up to a half from one second to the next (frequency, other guests of a host), and
-the fastest turn with one busy core may belong to a fast second in which no turn had all cores busy. Idle ranks sleep.
+Each round takes every measurement once; results are medians over the rounds. A slowdown is the median of the ratios
+within a round, because the speed of a core changes by up to a half from one second to the next (frequency scaling,
+other guests of a host), so that times from different rounds are not comparable. Idle ranks sleep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .rank_profile import LEAST_STEPS, PREDICTION_SECONDS, profile_busiest_rank
 
 MESSAGE_SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 MATRIX_EXTENT, CONVOLVED_SHAPE = 256, (128, 128, 8)
-"""extent of matrices that fit in a core's own cache, and shape of the samples of a small network"""
+"""extent of matrices that fit in a core's own cache, and sample shape of a small network"""
 CALIBRATION_ROUNDS, TURN_SECONDS = 12, 0.1
 VALIDATION_NETWORKS, MEASURED_STEPS = ("mnist", "separable", "lcn"), 10
 SYNC_INTERVAL_SECONDS = (2e-3, 3e-2)
@@ -60,7 +60,7 @@ def part_seconds_lower_bounds(world: Transport, cores: int) -> list[float]:
 def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None) -> tuple[Machine, float]:
     """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise. Collective.
 
-    The noise is the relative excess of a matrix product's median time over its fastest; large if other programs run.
+    The noise is the relative excess of a matrix product's median time over its minimum; large if other programs run.
     """
     progress, planned = progress or SilentProgress(), part_seconds_lower_bounds(world, cores) if world.rank == 0 else []
     progress.set_total_parts(len(planned), planned_seconds=planned)
@@ -72,7 +72,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
     unit = min(timings.time_calls("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), SYNC_INTERVAL_SECONDS, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
-    progress.set_total_parts(len(planned), planned_seconds=planned)  # rounds without the preparation
+    progress.set_total_parts(len(planned), planned_seconds=planned)  # restart the estimate after the preparation
     progress.begin_part("messages and kernels")
     for _ in range(CALIBRATION_ROUNDS):
         for size, exchange in pairs.items():
@@ -111,7 +111,7 @@ def calibrate(world: Transport, cores: int, progress: ProgressLine | None = None
 def measure_prediction_error(
     world: Transport, cores: int, machine: Machine, progress: ProgressLine | None = None
 ) -> float:
-    """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks. Collective."""
+    """Return the mean relative error of predicted step times of some networks, on up to `cores` ranks. Collective."""
     errors, progress = [], progress or SilentProgress()
     for name, ranks in _validation_cases(world, cores):
         progress.begin_part(f"a step of {name}, {counted(ranks, 'rank')}")
@@ -150,7 +150,7 @@ def _fit_slowdown(seconds: Mapping[Hashable, Sequence[float]], name: str) -> flo
 
 
 def _fit_core_sharing(seconds: Mapping[Hashable, Sequence[float]], few: int, many: int) -> tuple[float, float]:
-    """Return the slowdown of ranks that share cores, and their seconds of waiting per synchronisation; medians."""
+    """Return the median slowdown of ranks that share cores, and their median seconds of waiting per synchronisation."""
     rounds = list(zip(seconds["product", "shared"], seconds["shared", few], seconds["shared", many], strict=True))
     # two ranks take turns on a core
     factor = max(1.0, median((b - a) / (2 * product * (many - few)) for product, a, b in rounds))
@@ -182,7 +182,7 @@ def _create_two_rank_exchange(world: Transport, size: int) -> Callable[[], None]
 
 
 def _work_and_synchronise(work: Callable[[], Any], count: int, group: Transport) -> Callable[[], None]:
-    """Return a function that does some work, then an allreduce that synchronises the group."""
+    """Return a function that calls `work` several times, then synchronises the group by an allreduce."""
     number = np.zeros(1)
 
     def run_work_and_allreduce() -> None:

@@ -27,13 +27,13 @@ class DryRunMessageLog:
 
 
 class DryRunTransport(Transport):
-    """Rank `rank` of `size`, without the others: it sends nothing, and receives zeros."""
+    """Transport of one rank of `size` without the other ranks: it sends nothing, and receives zeros."""
 
     def __init__(self, rank: int, size: int, message_log: DryRunMessageLog) -> None:
         self.rank, self.size, self.message_log = rank, size, message_log
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a group of the same size; `dry_run_grid` replaces it by the correct group."""
+        """Return a group of the same size; `dry_run_grid` replaces it with the correct group."""
         return DryRunTransport(key, self.size, self.message_log)
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
@@ -85,11 +85,11 @@ class _RecordedExchange(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
+            message.cells[...] = 0  # valid numbers, at the cost of MPI's writes
 
 
 def dry_run_grid(rank: int, shape: GridShape, message_log: DryRunMessageLog) -> ProcessGrid:
-    """Return the grid of this shape as rank `rank` sees it."""
+    """Return the grid of a shape on rank `rank`."""
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = ProcessGrid(DryRunTransport(rank, shape.size, message_log), **factors)
     grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, message_log)

@@ -77,8 +77,8 @@ def profile_with_progress(progress: ProgressLine, num_profiles: int) -> ProfileF
 def candidate_grids(count: int, experiment: Any) -> list[GridShape]:
     """Return the grids to try.
 
-    If the file sets rows or cols, only its grid; otherwise the most square grid, cuts along one axis and, if the file
-    sets no replicas, square grids of several replicas.
+    If the file sets rows or cols, this is only its grid; otherwise the most square grid, grids that cut one axis only
+    and, if the file sets no replicas, square grids of several replicas.
     """
     fixed_factors = {name: value for name, value in experiment.grid.items() if value is not None}
     default = grid_shape(count, **fixed_factors)
@@ -105,7 +105,7 @@ def _predict_with_schemes(
 ) -> Row:
     """Return the best exact schemes of the layers, if any, and the prediction of the step with them."""
     trial = experiment()
-    if not isinstance(trial.model, Model):  # the experiment file sets the scheme of a module's windows
+    if not isinstance(trial.model, Model):  # the scheme of a module's windows is set only in the experiment file
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
     seconds = {name: machine.compute_seconds(cost, shape.size) for name, cost in rank.seconds_per_cell.items()}
     speeds = machine_profile_for(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)

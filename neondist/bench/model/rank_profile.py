@@ -81,7 +81,7 @@ def profile_busiest_rank(
 
     step()
     turns = [time_step(step, min_seconds / MAX_TURNS), time_step(step, min_seconds / MAX_TURNS)]
-    while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # long steps need no more turns
+    while len(turns) < MAX_TURNS and sum(turns) < 4 * min_seconds:  # two turns suffice for long steps
         turns.append(time_step(step, min_seconds / MAX_TURNS))
     clock, count = Clock(), max(1, round(min_seconds / MAX_TURNS / min(turns)))
     with model.grid.observers.add_temporarily(clock):
@@ -106,9 +106,9 @@ def profile_busiest_rank(
 def measure_peak_memory(experiment: Any, shape: GridShape) -> int:
     """Return the peak resident bytes of rank 0, which also writes files and plots, after a short run in this process.
 
-    The run has one epoch of a few batches, and one epoch of each stage of pretraining; files are in a temporary folder.
-    Other ranks are absent: their messages are zeros. The bytes of image chunks that the whole run would cache are
-    added. The experiment cannot be used afterwards.
+    The run has one epoch of a few batches, and one epoch of each pretraining stage; it writes to a temporary folder.
+    Messages of other ranks are zeros. The result includes the image chunks that the whole run would cache. The
+    experiment cannot be used afterwards.
     """
     if shape.size > 1 and detect_job(os.environ) is None:  # in an MPI job, all ranks would have to start MPI
         with suppress(LaunchError):
