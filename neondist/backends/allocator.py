@@ -14,9 +14,9 @@ _GLIBC_DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc cannot
 def keep_freed_memory() -> Callable[[], None]:
     """Let glibc keep large freed blocks instead of fetching new, zeroed pages for the next block of the same size.
 
-    A kernel then writes its output into memory that was used before: kernels limited by memory bandwidth run 1.2 to 4
-    times faster (measured). The process does not shrink below its peak. Nothing changes if the environment sets
-    malloc's variables. Returns a function that returns the memory to the system and restores the defaults.
+    Kernels then write their outputs into memory that is already mapped: kernels limited by memory bandwidth run 1.2 to
+    4 times faster (measured). The process does not shrink below its peak. If MALLOC_* variables are set, nothing
+    changes. Returns a function that releases the memory to the system and restores the defaults.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return lambda: None
@@ -35,8 +35,8 @@ def keep_freed_memory() -> Callable[[], None]:
 def release_cached_memory(byte_limit: int = 0) -> None:
     """Return freed memory to the system if this process holds more than `byte_limit` bytes.
 
-    PyTorch's aligned blocks leave gaps that are too small for the next block of the same size, so that cached memory
-    grows beyond the peak in use (measured: by 400 MiB in 39 strips).
+    PyTorch's aligned blocks leave gaps that are too small for the next block of the same size, so cached memory grows
+    beyond the peak in use (measured: by 400 MiB in 39 strips).
     """
     import psutil
 

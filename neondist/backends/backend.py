@@ -52,7 +52,7 @@ class Backend:
         return self.xp.array(array, dtype, order="C")
 
     def as_real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
-        """Return a caller's array as a contiguous array of this backend: itself if it already is one, unless `copy`.
+        """Return a caller's array as a contiguous array of this backend; copied only if necessary, or if `copy`.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class Backend:
         return self.xp.ascontiguousarray(real_array, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
-        """Return the backend for products with operands of a precision; raise ConfigError if unsupported."""
+        """Return the backend with products in a precision; raise ConfigError if the precision is unsupported."""
         kernels = self.kernels.in_precision(precision)
         return self if kernels is self.kernels else Backend(self.name, kernels)
 
@@ -123,7 +123,7 @@ def backend_name(name: str | Backend) -> str:
 def memory_per_rank(name: str | Backend) -> Callable[[int], int | None]:
     """Return a function from the number of ranks on this machine to the bytes per rank for arrays (None: unknown).
 
-    No GPU is initialised: this would allocate memory for this process, which may run none of the ranks.
+    No GPU is initialised, because this would allocate memory for this process, which may not be one of the ranks.
 
     Raises
     ------

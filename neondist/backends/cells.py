@@ -1,6 +1,6 @@
 """Cell-wise kernels, and sums over cells: with the functions of any array namespace, and compiled (_cells.c).
 
-Compiled kernels read and write memory once, with any strides, whereas NumPy creates an array in every operation. They
+Compiled kernels read and write memory once, with any strides, whereas NumPy creates an array for every operation. They
 exist if a C compiler was available when neondist was installed.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_MIN_THREADED_COPY_ELEMENTS = 1 << 15  # elements; smaller copies are faster on one thread
+_MIN_THREADED_COPY_ELEMENTS = 1 << 15  # smaller copies are faster on one thread
 
 
 class Normalisation(NamedTuple):
@@ -103,7 +103,7 @@ class CellKernels:
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
         """Return means, and sums of squared differences from the means, both (1, C), or (N, C) if `by_sample`.
 
-        Large means cause no cancellation. Without cells, both results are 0.
+        Large means cause no cancellation. Both results are 0 if there are no cells.
         """
         count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
         mean = self._group_sums(x, by_sample) / count

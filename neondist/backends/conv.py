@@ -67,8 +67,8 @@ class ConvolutionKernels:
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without the cells of `crop` at the ends of every axis.
 
-        The result of one GEMM per kernel cell is added to the cells that this kernel cell reads: measured as 1.2 to 2.4
-        times faster than one GEMM whose columns are scattered afterwards.
+        One GEMM per kernel cell is added to the cells that this kernel cell reads, which is 1.2 to 2.4 times faster
+        (measured) than a single GEMM whose columns are scattered afterwards.
         """
         kernel, in_channels = weights.shape[:-2], weights.shape[-2]
         dx = self.xp.zeros((len(dy), *extent, in_channels * groups), dy.dtype)

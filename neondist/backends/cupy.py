@@ -57,7 +57,7 @@ class CupyKernels(Kernels):
     """
 
     packs_copies = True
-    # a launch costs as much as processing a million elements, so use few large blocks (plans omit their memory)
+    # a launch costs as much as processing a million elements, so blocks are large (plans do not count their memory)
     strip_elements, block_elements, unshared_block_elements, sum_block_elements = 1 << 24, 1 << 24, 1 << 24, 1 << 20
     #: Number of elements from which indices have 64 bits
     int64_threshold = 1 << 30
@@ -289,9 +289,9 @@ class CupyKernels(Kernels):
         ]
 
     def _thread_ranges(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
-        """Return how the cells of arrays of one shape are divided among threads.
+        """Divide the cells of arrays of one shape among threads.
 
-        Returns (table, numbers of axes, groups and lanes), the number of threads, and the C type of the table.
+        Return (table, numbers of axes, groups and lanes), the number of threads, and the C type of the table.
         """
         like = arrays[0]
         table_values = coalesced_strides_table(like.shape, list(map(_strides, arrays)), groups > 1)
@@ -333,7 +333,7 @@ class CupyKernels(Kernels):
         raise NotImplementedError
 
     def _cached_table(self, table: tuple[int, ...], index_type: str = "long long") -> Any:
-        """Return a table on the device, cached, since the launches of every step need the same tables."""
+        """Return a table on the device; tables are cached, since the launches of every step need the same tables."""
         device_table = self._cached_upload(table, index_type)
         for tables in self._captured_tables:
             tables.append(device_table)
@@ -350,7 +350,7 @@ class CupyKernels(Kernels):
         return int(free_bytes) // ranks_per_gpu + int(pool.free_bytes())
 
     def release_cached_memory(self, byte_limit: int) -> None:
-        """Free the cached blocks of CuPy's pool, for other ranks on the same GPU, if it exceeds `byte_limit`."""
+        """Free the cached blocks of CuPy's pool if it exceeds `byte_limit`, for other ranks on the same GPU."""
         pool = self.xp.get_default_memory_pool()
         if pool.total_bytes() > byte_limit:
             pool.free_all_blocks()

@@ -134,8 +134,8 @@ class HalfPrecisionCudaTorchKernels(HalfPrecisionCupyTorchKernels, CudaTorchKern
 def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:
     """Return an allocator for CuPy that takes memory from PyTorch's pool, with MemoryError if the pool is exhausted.
 
-    Memory is freed with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
-    collector finds, since the function that frees them no longer exists then.
+    Memory is freed with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that are deleted
+    by the garbage collector, because the function that frees them no longer exists by then.
     """
     torch_device = torch.device("cuda", device)
 

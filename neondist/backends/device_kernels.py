@@ -1,6 +1,6 @@
 """CUDA C source of the GPU kernels, which CuPy compiles at first use.
 
-T is the element type, INDEX the type of counts and indices, which is several times faster with 32 bits: see
+T is the element type; INDEX is the type of counts and indices (32 bits are several times faster than 64): see
 `specialise_source`. Kernels use grid-stride loops.
 """
 
@@ -193,9 +193,9 @@ _RANGE_SETUP = """
     for (INDEX axis = first; axis < rank - 2; axis++) cells *= table[axis];
     const INDEX range_cells = (cells + (INDEX)lanes - 1) / (INDEX)lanes;
 """
-"""Each thread processes a contiguous range of cells of one channel (of one sample): few divisions, one setup.
+"""Each thread processes a contiguous range of cells of one channel (of one sample), with few divisions.
 
-Input and output may be the same array: each cell is read and written by only one thread.
+Input and output may be the same array, because each cell is read and written by only one thread.
 """
 
 

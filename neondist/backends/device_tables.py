@@ -62,9 +62,9 @@ def pool_geometry_table(
 
 
 def coalesced_strides_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
-    """Return the shape and strides of arrays, in elements; adjacent axes are merged: each costs a division.
+    """Return the shape and strides of arrays, in elements; adjacent axes are merged, since each costs a division.
 
-    The last axis is not merged, nor, with `by_sample`, the first.
+    The last axis is never merged; with `by_sample`, neither is the first.
     """
     num_fixed_axes, axis_strides = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
     merged_axes = axis_strides[:num_fixed_axes]

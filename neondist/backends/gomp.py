@@ -14,8 +14,8 @@ from ..version import find_module_spec
 def gomp_parallel_address() -> int:
     """Return the address of GOMP_parallel in PyTorch's libgomp, or in GCC's; 0 if there is no libgomp.
 
-    Idle threads of libgomp spin, so that other threads would share their cores: after an operation of PyTorch, two
-    Python threads are as slow as one, whereas two of libgomp's are 1.7 times faster. PyTorch is not imported.
+    Idle threads of libgomp spin, so other threads would have to share their cores: after an operation of PyTorch, two
+    Python threads are as slow as one, whereas two libgomp threads are 1.7 times as fast. PyTorch is not imported.
     """
     for path in _libgomp_paths():
         try:

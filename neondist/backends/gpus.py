@@ -11,7 +11,7 @@ from ..version import find_module_spec, installed_distributions
 
 _INSTALL_COMMAND = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _CUDA_ERROR_INSUFFICIENT_DRIVER, _CUDA_ERROR_NO_DEVICE = 35, 100
-"""Error codes of the CUDA runtime; the first one is also returned if no driver is installed."""
+"""Error codes of the CUDA runtime; the first is also returned if no driver is installed."""
 
 
 def find_cupy_problem() -> str:
@@ -53,7 +53,7 @@ def describe_gpus() -> str:
 
 
 def max_gpu_bytes_per_rank(ranks: int) -> int:
-    """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine can use; initialises no GPU."""
+    """Return the bytes that each of `ranks` ranks on this machine can use on the smallest GPU; initialises no GPU."""
     runtime = importlib.import_module("cupy").cuda.runtime
     num_gpus = runtime.getDeviceCount()
     min_gpu_bytes = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(num_gpus))
@@ -63,7 +63,7 @@ def max_gpu_bytes_per_rank(ranks: int) -> int:
 def load_cupy() -> Any:
     """Return CuPy, which must be usable, with this rank's GPU as the current device.
 
-    GPUs are assigned round-robin by local rank, so that several ranks may share one.
+    GPUs are assigned round-robin by local rank, so several ranks may share a GPU.
     """
     cupy = importlib.import_module("cupy")
     cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()

@@ -31,7 +31,7 @@ class HostKernels(CompiledConvolution):
             from threadpoolctl import threadpool_limits
 
             self.threads, self.gomp_address = self.thread_count, gomp_parallel_address()
-            # BLAS threads would compete with the threads of the other kernels: both spin
+            # BLAS threads would compete with the threads of the other kernels, since both spin
             self._cleanup.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
@@ -79,7 +79,7 @@ class HostKernels(CompiledConvolution):
         return super().separable_filter_adjoint(dy, extent, taps) if dx is None else dx
 
     def _try_filter(self, x: np.ndarray, windows: Sequence[FilterWindow]) -> np.ndarray | None:
-        """Return the valid correlation of every channel with one window after the other; None if no kernel applies."""
+        """Return the successive valid correlations of every channel with the windows; None if no kernel applies."""
         for window, stride in windows:
             out_extent = output_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
             y = self.filter_with_shared_window(FORWARD, x, window, stride, out_extent)
@@ -120,7 +120,7 @@ class HostKernels(CompiledConvolution):
 
 
 class HalfPrecisionHostKernels(HalfPrecisionKernels, HostKernels):
-    """Kernels over NumPy's arrays with operands of 16 bits."""
+    """Kernels over NumPy's arrays with 16-bit operands."""
 
     def __init__(self, precision: ComputePrecision) -> None:
         super().__init__()

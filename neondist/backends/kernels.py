@@ -50,7 +50,7 @@ class CapturedCudaGraph(NamedTuple):
 
 
 class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
-    """Kernels with which layers compute.
+    """Kernels used by layers.
 
     Parameters
     ----------
@@ -58,11 +58,11 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         Array namespace with NumPy's functions.
     """
 
-    #: Elements of a strip: smaller strips compute more overlap, larger ones exceed the cache
+    #: Elements of a strip: smaller strips overlap more, larger strips exceed the cache
     strip_elements = 1 << 16
     #: Whether many small copies cost more than one, so that messages are packed and unpacked together
     packs_copies = False
-    #: Whether convolutions can have operands of TF32
+    #: Whether convolutions support TF32 operands
     tf32: bool = False
     #: Exceptions raised when an array cannot be allocated
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
@@ -82,7 +82,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         return free_bytes_per_rank(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels for products with operands of a precision; these kernels are closed unless they are returned.
+        """Return kernels for products with operands of a precision; these kernels are closed if replaced.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         """Return a function's result and a graph of its launches, which run only in `replay`.
 
         Arrays that the function reads must stay in place while the graph exists; numbers keep their captured values.
-        Waiting for the device, or reading an array of the host, raises an exception.
+        Waiting for the device, or reading an array in host memory, raises an exception.
 
         Parameters
         ----------
@@ -231,7 +231,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         return lambda part, index: self.relu_backward(x[index], part, dx[index])
 
     def _conv_strip_size(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
-        """Return the elements of a strip: more if the overlap, or the cost of weights per strip, would matter."""
+        """Return the elements of a strip: more if the overlap, or the cost of weights per strip, is significant."""
         step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip_elements, min(4 * self.strip_elements, max(4 * (span - step) * row, 8 * weights.size)))

@@ -1,7 +1,7 @@
-"""Products with operands of 16 bits, emulated in float32: the same results, but slower.
+"""Products with 16-bit operands, emulated in float32: the same results, but slower.
 
 Operands are rounded to bfloat16 or float16, products are exact, and sums are float32; outputs and input gradients of
-convolutions are rounded again. `matmul`, which other kernels use for sums, rounds nothing.
+convolutions are rounded again. `matmul`, which other kernels use for sums, does not round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = Sequence[int]
 
 
 class HalfPrecisionKernels(Kernels):
-    """Kernels with operands of 16 bits; arrays stay float32."""
+    """Kernels with 16-bit operands; arrays stay float32."""
 
     precision: ComputePrecision
 
@@ -59,7 +59,7 @@ class HalfPrecisionKernels(Kernels):
         return Kernels.conv_backward_into(self, *args)
 
     def product(self, a: Any, b: Any) -> Any:
-        """Return the matrix product, not rounded, since ranks sum their parts."""
+        """Return the matrix product, not rounded, since ranks sum their partial products."""
         return self.matmul(self._round(a), self._round(b))
 
     @property

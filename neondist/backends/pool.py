@@ -20,8 +20,8 @@ class PoolingKernels:
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and, for the backward pass, the position of each window's first maximum (row-major).
 
-        Therefore, the choice among equal maxima does not depend on the tiles. The encoding of positions is private to
-        these kernels.
+        The choice among equal maxima thus does not depend on the tiles. The encoding of positions is private to these
+        kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
         out_extent = output_extent(x.shape[1:-1], kernel, stride, ones)
@@ -48,7 +48,7 @@ class PoolingKernels:
         return dx
 
     def window_sum(self, x: Any, kernel: Ints, stride: Ints) -> Any:
-        """Return the sum over every window, one axis after the other (a box is separable)."""
+        """Return the sum over every window, computed along one axis after the other."""
         for axis, (k, s) in enumerate(zip(kernel, stride, strict=True), start=1):
             n = max(0, (x.shape[axis] - k) // s + 1)
             shifted = [x[_axis_index(axis, slice(i, i + (n - 1) * s + 1 if n else i, s))] for i in range(k)]

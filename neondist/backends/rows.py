@@ -1,4 +1,4 @@
-"""Compiled convolutions through products of matrices whose rows stay in place, without im2col (_rows.h)."""
+"""Compiled convolutions as products of matrices whose rows stay in place, without im2col (_rows.h)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ConvArgs = tuple[Ints, Ints, int]
 """stride, dilation and groups of a convolution"""
 _MAX_WINDOW_PIECES = 128  # maximum number of pieces of a window, as in _rows.h
 VECTOR_BYTES = 32  # products with fewer bytes per row leave vector lanes idle
-_MAX_SECOND_FACTOR_ELEMENTS = 1 << 20  # reordering a larger second factor of a product takes too long
+_MAX_SECOND_FACTOR_ELEMENTS = 1 << 20  # reordering a larger second matrix of a product takes too long
 _MIN_OUTPUTS_PER_SUM = 16  # sums over fewer outputs would be written as often as they are added to
 
 
 class RowKernels(CompiledCells, Kernels):
     """Compiled convolutions of any stride and dilation, and matrix products; the base class is the fallback.
 
-    A row of a window is contiguous in memory, so that a row of outputs is a product of matrices. Strided gradients of
-    the input are convolutions of stride 1, one for each phase of the stride, with part of the weights.
+    A row of a window is contiguous in memory, so a row of outputs is a product of matrices. Strided gradients of the
+    input are convolutions of stride 1, one for each phase of the stride, with part of the weights.
     """
 
     def conv_forward(
@@ -169,7 +169,7 @@ class RowKernels(CompiledCells, Kernels):
         return dweights, dbias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the matrix product, on the convolutions' threads: NumPy's would compete for cores (both spin)."""
+        """Return the matrix product, on the convolutions' threads, with which NumPy's would compete (both spin)."""
         use_threads = self.gomp_address and a.ndim == b.ndim == 2 and len(b) and b.size <= _MAX_SECOND_FACTOR_ELEMENTS
         result = self._try_product(a, b) if use_threads and hasattr(self.compiled, "convolve") else None
         return super().matmul(a, b) if result is None else result

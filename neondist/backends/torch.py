@@ -33,14 +33,14 @@ class TorchKernelMixin(Kernels):
     Speed-ups over NumPy are given for float32, one thread and AVX2.
     """
 
-    #: Number of elements, or multiplications, below which the overhead of a torch call exceeds NumPy's time
+    #: Number of elements, or multiplications, below which the overhead of calling torch exceeds NumPy's time
     min_torch_elements = 1 << 15
-    #: Number of multiplications above which torch's threads are worth importing torch
+    #: Number of multiplications above which torch's threads justify importing torch
     min_threaded_products = 1 << 28
 
     @cached_property
     def torch_calls(self) -> Any:
-        """TorchKernelModules, or None if PyTorch cannot be imported."""
+        """The `TorchKernelModules`; None if PyTorch cannot be imported."""
         try:
             import torch
 
@@ -51,7 +51,7 @@ class TorchKernelMixin(Kernels):
             return None
         num_threads_before = torch.get_num_threads()
         self._cleanup.callback(torch.set_num_threads, num_threads_before)
-        # torch may have been imported before the launcher limited its threads
+        # torch may have been imported before the launcher limited the number of threads
         torch.set_num_threads(min(default_thread_count(), num_threads_before))
         return TorchKernelModules(torch_conv, torch_pool, matmul, torch_narrow)
 
@@ -217,12 +217,12 @@ class TorchKernels(HostKernels, TorchKernelMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        # one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two are no faster with 2^22 than with
-        # 2^20 (at most 1.05 times, over six networks), which takes 30 to 100 MiB less
+        # measured: one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two threads gain at most 5 %
+        # from 2^22 over 2^20 (six networks), which takes 30 to 100 MiB less
         self.strip_elements = 1 << 19 if self.thread_count == 1 else 1 << 20
         self._cleanup.callback(keep_freed_memory())
         if "torch" in sys.modules:
-            _ = self.torch_calls  # limits torch's threads, if torch was imported before the launcher limited them
+            _ = self.torch_calls  # limits torch's threads
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision."""
@@ -237,11 +237,11 @@ class TorchKernels(HostKernels, TorchKernelMixin):
 
 
 class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
-    """Kernels with PyTorch's 16-bit convolutions, where these are fast."""
+    """Kernels with PyTorch's 16-bit convolutions where these are fast."""
 
     @cached_property
     def half_precision_calls(self) -> Any:
-        """Functions that call PyTorch's 16-bit kernels; None if these would be slow, or without PyTorch."""
+        """Functions that call PyTorch's 16-bit kernels; None if these are slow here, or PyTorch is missing."""
         half_calls = None if self.torch_calls is None else self.torch_calls.half_precision
         return half_calls if half_calls is not None and self._has_fast_instructions(half_calls) else None
 
@@ -281,14 +281,14 @@ class HalfPrecisionTorchMixin(HalfPrecisionKernels, TorchKernelMixin):
 
 
 class HalfPrecisionTorchKernels(HalfPrecisionTorchMixin, TorchKernels):
-    """Kernels over NumPy's arrays with operands of 16 bits."""
+    """Kernels over NumPy's arrays with 16-bit operands."""
 
     def __init__(self, precision: ComputePrecision) -> None:
         super().__init__()
         self.precision = precision
 
     def round_operand(self, x: np.ndarray, precision: ComputePrecision) -> np.ndarray:
-        """Return float32 elements rounded to the nearest value of a precision; PyTorch is 10 times as fast as NumPy."""
+        """Return float32 elements rounded to the nearest value in a precision; PyTorch is 10 times as fast as NumPy."""
         if x.size < self.min_torch_elements or x.dtype != np.float32 or self.torch_calls is None:
             return super().round_operand(x, precision)
         result: np.ndarray = self.torch_calls.half_precision.round_to_dtype(precision.name, x)

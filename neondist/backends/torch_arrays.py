@@ -1,6 +1,6 @@
 """Conversion of NumPy's or a device's arrays to tensors and back, over the same memory.
 
-An array (N, *spatial, C) in C order, with its axes permuted to (N, C, *spatial), is channels-last in PyTorch's terms.
+An array (N, *spatial, C) in C order, with its axes permuted to (N, C, *spatial), is a channels-last tensor in PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_channels_first(x: Any) -> torch.Tensor:
 
 
 def to_channels_last(like: Any, y: torch.Tensor) -> Any:
-    """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy if torch kept the order.
+    """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy if it is channels-last.
 
     The result is in the namespace of `like`.
     """

@@ -15,14 +15,13 @@ from .windows import Sides, crop_borders, split_into_blocks, unreached_cells
 Ints = Sequence[int]
 _aten = torch.ops.aten
 _MAX_NONZERO_PRODUCT_SHARE = 0.97  # below this share of nonzero products, padding by oneDNN is worth a copy
-_MAX_SMALL_VOLUME_CELLS = (
-    20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
-)
-_BLOCK_ELEMENTS = 1 << 19  # gathered elements per block; measured best of 2^17 ... 2^22
+_MAX_SMALL_VOLUME_SIZE = 20480
+"""planes * rows * channels of a single volume up to which PyTorch uses its own kernel instead of oneDNN's"""
+_BLOCK_ELEMENTS = 1 << 19  # gathered elements per block; the fastest of 2^17 to 2^22 (measured)
 
 
 def onednn_supports(x: np.ndarray) -> bool:
-    """Return whether x is an array of the host that oneDNN supports."""
+    """Return whether x is an array in host memory that oneDNN supports."""
     return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -44,8 +43,8 @@ def backward_input(
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution.
 
-    It is as fast as the backward kernel, which also needs x, for its shape. Cells cropped at both ends are not
-    computed (measured: 1.25 times faster for 5 x 5 on 14 cells).
+    It is as fast as the backward kernel, which would need x. Cells that are cropped at both ends are not computed
+    (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
     symmetric_crop = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
     unseen = unreached_cells(extent, weights.shape[:-2], stride, dilation)
@@ -88,7 +87,7 @@ def backward_weights(
 
 
 def reorder_for_onednn(weights: np.ndarray) -> np.ndarray:
-    """Return the weights in oneDNN's memory order, so that they are not reordered for each strip."""
+    """Return the weights in oneDNN's memory order, so that they need not be reordered for each strip."""
     *_, channels = shape = weights.shape
     rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
     return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
@@ -124,7 +123,7 @@ def _removable_zeros(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, z
 
 def _axis_to_halve(x: np.ndarray, dy: np.ndarray) -> int:
     """Return the axis along which to split a single small volume into two samples; 0: do not split."""
-    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME_CELLS or not onednn_supports(x):
+    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _MAX_SMALL_VOLUME_SIZE or not onednn_supports(x):
         return 0
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
 
@@ -149,15 +148,15 @@ def weight_gradient_by_gemm(
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in, C_out), for one group, by GEMM.
 
-    On CPUs without AVX-512 oneDNN's own kernel reaches a fifth to a half of this speed.
+    On CPUs without AVX-512, oneDNN's own kernel reaches a fifth to a half of this speed.
 
     Windows are gathered along all axes but the first. Along the first axis, a row of the kernel is a shift of the
-    gathered rows, so that rows are copied once, and not for each row of the kernel. Small images are batched.
+    gathered rows, so rows are copied once, not once per row of the kernel. Small images are batched.
 
     Parameters
     ----------
     row_zeros : (int, int)
-        Numbers of first and last rows of x that are zero, and are skipped.
+        Numbers of first and last rows of x that are zero and therefore skipped.
     """
     (num_kernel_rows, *_), step, row_dilation = kernel, stride[0], dilation[0]
     channels, length = dy.shape[-1], prod(kernel[1:]) * x.shape[-1]

@@ -79,7 +79,7 @@ def split_into_blocks(
 
 
 def _even_block_size(count: int, max_size: int) -> int:
-    """Return the block size at which no block is much smaller than others: kernels are slow on small blocks."""
+    """Return a block size at which no block is much smaller than others, since kernels are slow on small blocks."""
     return -(-count // -(-count // max_size))
 
 
@@ -136,7 +136,7 @@ def zero_borders(dx: Any, sides: Sides) -> Any:
 
 
 def strided_index(stride: Ints) -> tuple[slice, ...]:
-    """Return the index of the cells of (N, *spatial, C) in windows of one cell with a stride."""
+    """Return the index of the cells of (N, *spatial, C) that windows of one cell with a stride read."""
     return slice(None), *(slice(None, None, step) for step in stride)
 
 
@@ -189,7 +189,7 @@ class StripAccumulator:
 
 
 def factor_box_window(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
-    """Return the box, or one box for each axis if that is faster (measured: for 7 x 7 and larger boxes)."""
+    """Return the box with its stride, or one box per axis if that is faster (measured: from 49 cells on)."""
     if prod(kernel) < 49:
         return [(kernel, stride)]
     one = (1,) * len(kernel)
