@@ -20,9 +20,9 @@ class BlockPool:
     Parameters
     ----------
     samples : int
-        Samples of this rank. A pass of fewer samples uses a part of a block; one of more samples, a larger block.
+        Samples of this rank. A pass with fewer samples uses part of a block; a pass with more uses a larger block.
     max_held_bytes : int, optional
-        Bytes beyond which this process returns freed memory to the system.
+        Bytes of this process beyond which it returns freed memory to the system.
     planned_bytes : callable, optional
         Returns the bytes of a pass, for out-of-memory messages; default: the bytes of a block.
 
@@ -47,7 +47,7 @@ class BlockPool:
         self._blocks: dict[tuple[int, int], Any] = {}
 
     def reserve(self, elements_per_sample: int) -> None:
-        """Reserve, before the first pass, the elements per sample of a section."""
+        """Reserve the elements per sample of a section; called before the first pass."""
         self.elements_per_sample = max(self.elements_per_sample, elements_per_sample)
 
     def acquire_block(self) -> int:
@@ -94,9 +94,9 @@ class Arena:
 
     @contextmanager
     def preserve_saved_arrays(self, samples: int) -> Iterator[None]:
-        """On exit, restore the saved arrays of the forward pass that a backward pass in the context has overwritten.
+        """On exit, restore the arrays of the forward pass that a backward pass inside the block has overwritten.
 
-        Arrays share memory with later arrays, so a backward pass overwrites the arrays that it has used.
+        A backward pass overwrites arrays that it no longer needs, because they share memory with later arrays.
         """
         block = self._block(samples)
         slices = [slice(start * samples, stop * samples) for start, stop in self._overwritten_ranges]

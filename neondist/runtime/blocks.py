@@ -57,7 +57,7 @@ class BlockwiseExecutor:
 
 
 class _ReductionRejectingTask(LayerTask):
-    """Inference task of a layer, which must not have reductions."""
+    """Inference task of a layer that must not have reductions."""
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Raise ConfigError if there is a partial result."""

@@ -1,4 +1,4 @@
-"""Executor: passes through a network, sequential, interleaved, or repeated."""
+"""Executor of passes through a network: sequential, interleaved or repeated."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Pass:
     output : array
         This rank's tile of the output, in the memory of the pass.
     last_section_pass : SectionPass or StripwisePass
-        Pass through the last section, complete in memory.
+        Pass through the last section, whose arrays are all in memory.
     checkpoints : list
-        Checkpoints from which the earlier sections are run again.
+        Checkpoints from which the backward pass runs the earlier sections again.
     """
 
     def __init__(self, current: SectionPass | StripwisePass, checkpoints: list[Any]) -> None:
@@ -106,7 +106,7 @@ class Executor:
         return self.forward_together([x], [phase], num_nodes)[0]
 
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], num_nodes: int | None = None) -> list[Pass]:
-        """Return passes of micro-batches that share statistics; each step is executed for all passes together."""
+        """Return passes of micro-batches with common batch statistics; each step is run for all passes together."""
         num_nodes = self.sections[-1].stop_node if num_nodes is None else num_nodes
         checkpoints: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:

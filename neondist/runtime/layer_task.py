@@ -20,7 +20,7 @@ from .workspace import Passes, SectionPass
 
 
 class LayerTask(Task):
-    """Step of a layer, which computes a value from another."""
+    """Task of a layer's step, which computes a value from another value."""
 
     context_class = StepContext
 
@@ -41,7 +41,7 @@ class LayerTask(Task):
         self.input_recomputation_step = graph.input_recomputation_steps.get(index)
         self.reductions = {reduction.direction: reduction for reduction in layer.reductions_for(layer.input_shape)}
         self.spans_batch = any(reduction.spans_batch for reduction in self.reductions.values())
-        #: whether partial results are recomputed although the result is known, because computing them saves arrays
+        #: whether partial results are recomputed although the result is known, for the arrays saved on the way
         methods = {"forward": "reduce", "backward": "reduce_backward"}
         self._recomputes_partial_result = {
             direction: declared_with(layer, "reduce_needed_in_recomputation", methods[direction]) is not False
@@ -80,7 +80,7 @@ class LayerTask(Task):
         return [self.finish_forward(ctx, view) for ctx, view in ctxs_and_views]
 
     def begin_forward(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
-        """Return the ctx and view of a new call; the view is None if there is no input."""
+        """Return the context and view of a new call; the view is None if there is no input."""
         layer, space, samples, activation_step = self.layer, run.workspace, run.samples, self.fused_activation(run)
         x = x if self.input_gather is None or x is None else x[..., self.input_gather.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_array, self.result_value(run), samples))
@@ -109,7 +109,7 @@ class LayerTask(Task):
         return ctx.saved_arrays_without_view(run.workspace.arena.blocks.owns), ctx.activated
 
     def restore_saved_state(self, run: SectionPass, inputs: Sequence[Any], saved: tuple[dict[str, Any], bool]) -> None:
-        """Rebuild the view, if needed, and a ctx with the saved arrays."""
+        """Rebuild the view, if needed, and a context with the saved arrays."""
         (x,) = inputs
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         saved_arrays, ctx.activated = saved
@@ -165,7 +165,7 @@ class LayerTask(Task):
         return [[self._finish_backward(run, ctx, dy)] for run, (ctx, dy) in zip(passes, ctxs_and_dys, strict=True)]
 
     def begin_backward(self, run: SectionPass, dy: Any, needs_dx: bool) -> tuple[StepContext, Any]:
-        """Return a call's ctx and the gradient of its output before the activation."""
+        """Return a call's context and the gradient of its output before the activation."""
         layer, ctx, space = self.layer, run.contexts[self.index], run.workspace
         assert ctx is not None
         if self.index in space.plan.rebuilt_view_ranges and self.input_recomputation_step is not None:
@@ -221,7 +221,7 @@ class LayerTask(Task):
 
     @contextmanager
     def _initial_state(self, ctx: StepContext) -> Iterator[None]:
-        """Temporarily replace the layer's state, which another call has updated, by copies from before the pass."""
+        """Temporarily replace the layer's state, which another call has updated, with copies from before the pass."""
         layer, state = self.layer, self.layer.state
         layer.state = {name: array.copy() for name, array in ctx.initial_state.items()}
         ctx.state_already_updated = False  # the copies may be updated
@@ -254,8 +254,8 @@ class LayerTask(Task):
     def _reduce(self, direction: str, ctx_arrays: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
         """Set `ctx.reduced` of each call to the result over all ranks; None: no reduction in this pass.
 
-        In a repeated pass the results are `known`; partial results are recomputed only if the layer saves arrays while
-        computing them.
+        In a repeated pass the results are `known`; partial results are recomputed only if the layer saves arrays in
+        doing so.
         """
         reduction = self.reductions.get(direction)
         if reduction is None:

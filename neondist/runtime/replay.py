@@ -10,7 +10,7 @@ from typing import Any
 from ..backends import Kernels
 from ..registry import Registered
 
-WARMUP_PASSES = 2  # ordinary passes of a kind before capture, which compile and select kernels and allocate memory
+WARMUP_PASSES = 2  # ordinary passes before capture of a kind, to compile and select kernels and allocate memory
 MAX_CACHED_PASS_KINDS = 4  # kinds of passes whose graphs are kept; the least recently used are evicted
 
 
@@ -54,14 +54,14 @@ class PassGraphCache:
     Parameters
     ----------
     components : iterable of Registered
-        Objects whose code a pass runs: layers, activations, border schemes. Graphs are not used with user-defined
-        code or code that depends on the step number, whose kernel launches may differ between passes.
+        Objects whose code a pass runs: layers, activations, border schemes. Graphs are not used if such code is
+        user-defined or depends on the step number, because kernel launches may then differ between passes.
     """
 
     def __init__(self, kernels: Kernels, components: Iterable[Registered]) -> None:
         unique_components = list({id(part): part for part in components}.values())
         self.is_usable = kernels.supports_capture and all(map(_is_same_every_step, unique_components))
-        #: attributes (part, name) that are numbers or strings, which users may assign between steps
+        #: (component, attribute name) of numbers and strings, which users may assign between steps
         self._user_settings = [
             (part, name) for part in unique_components for name in part.arguments() if _is_plain_value(part, name)
         ]

@@ -1,4 +1,4 @@
-"""A section of a network: its steps in order, and the memory of its passes."""
+"""Section of a network: its steps in order, and the memory of its passes."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Section:
     # Partial passes, up to a reduction over several passes.
 
     def run_to_reduction(self, run: SectionPass, x: Any, step: int) -> tuple[StepContext, Any, Any]:
-        """Run a new pass up to a step; return the step's ctx, view and partial result."""
+        """Run a new pass up to a step; return the step's context, view and partial result."""
         task: Any = self.tasks[step]
         (value,) = task.inputs
         (values,) = self._run_steps([run], [x], step, value)

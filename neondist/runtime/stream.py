@@ -47,7 +47,7 @@ class StripwisePass:
 
     @contextmanager
     def preserve_saved_arrays(self) -> Iterator[None]:
-        """Do nothing: a backward pass inside the block overwrites no part of this pass."""
+        """Do nothing, because a backward pass inside the block does not overwrite this pass."""
         yield
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class StripwiseSection:
     blocks : BlockPool
         Memory of a strip.
     image_box : Box, optional
-        This rank's cells of the image; default: those that the stream needs.
+        This rank's cells of the image; default: the cells that the stream needs.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class StripwiseSection:
         """Return the gradient of the input of each pass, given its output's gradient; fill in the layers' grads.
 
         For each layer with a reduction, all strips are run forward again and back to that layer. Strips whose gradients
-        are kept at a cut are not run again above the cut.
+        are kept at a cut are not run again after the cut.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
             strip_groups, stop_step = [_BackwardStrips(self, self.strip_numbers, dys)], self.num_steps
@@ -169,7 +169,7 @@ class StripwiseSection:
     def _run_to_reduction(self, passes: Sequence[StripwisePass], reduction_step: int) -> None:
         """Run all strips up to a step's `reduce`, and combine the results.
 
-        If the step is the last of a stream with a vector output, this output is computed as well.
+        If the step is the last step of a stream with a vector output, this output is also computed.
         """
         is_last = reduction_step == self.num_steps - 1 and self._output_box is None
         partials_by_pass: list[list[Any]] = [[] for _ in passes]
@@ -254,7 +254,7 @@ class StripwiseSection:
     def _backward_order(
         self, strip_numbers: Sequence[int], passes: Sequence[StripwisePass], *items_by_pass: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield (strip, run, *items of the run), last strip first, because the last strip's pass may be kept."""
+        """Yield (strip, run, *items of the run); the last strip comes first, because its pass may have been kept."""
         for strip in reversed(strip_numbers):
             for items_of_pass in zip(passes, *items_by_pass, strict=True):
                 yield strip, *items_of_pass

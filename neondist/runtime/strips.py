@@ -1,4 +1,4 @@
-"""Execution of a segment as one layer, which runs several layers strip by strip."""
+"""Execution of a segment as one layer that runs several layers strip by strip."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def section_of_strip_or_block(
     blocks: BlockPool,
     layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
 ) -> Section:
-    """Return the section of a strip or block, whose layers share the arrays of the built layers."""
+    """Return the section of a strip or block; its layers share the arrays of the built layers."""
     context = replace(context, grid=context.grid.single_tile_grid(planned.grid, part_number))
     layers = [step.layer for step in planned.graph.steps if step.layer is not None]
     copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], part_number, context) for layer in layers}
@@ -90,7 +90,7 @@ def section_of_strip_or_block(
 
 
 def layer_on_strip(layer: Layer, layer_plan: Any, strip: int, context: ModelContext) -> Layer:
-    """Return a copy of a layer for a strip, which shares the layer's arrays (of partitioned ones, a part)."""
+    """Return a copy of a layer for a strip, which shares the layer's arrays, or parts of partitioned arrays."""
     clone = copy.copy(layer)
     clone.context, clone.regions, clone.gathered_gradient_array = context, layer_plan.regions, None
     create_array = partial(GlobalArray, context.grid, dtype=str(context.dtype), backend=context.backend, reuse=True)
@@ -117,7 +117,7 @@ def layer_on_strip(layer: Layer, layer_plan: Any, strip: int, context: ModelCont
 
 
 class _StripGradients(dict[str, Any]):
-    """Gradients by name; assigned values are added to the layer's gradients (partitioned ones: to the strip's part)."""
+    """Gradients by name; assigned values are added to the layer's gradients (partitioned: to the strip's part)."""
 
     def __init__(self, whole: Any, strip_parts: dict[str, _StripPart]) -> None:
         super().__init__(whole)

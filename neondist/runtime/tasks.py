@@ -1,4 +1,4 @@
-"""Tasks: the steps of a graph in a pass, forward and backward; here, the base class and tasks without communication."""
+"""Tasks, which execute the steps of a graph in passes: the base class, and tasks without communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .workspace import InitialStates, Passes, SectionPass
 
 
 class Task(ABC):
-    """A step of the graph on this rank, for all passes executed together."""
+    """Execution of a step of the graph on this rank, for all passes that run together."""
 
     #: whether the step needs all samples of a batch at once
     spans_batch = False
@@ -55,11 +55,11 @@ class Task(ABC):
         """Return the gradients of each pass's inputs (None if not needed), given the gradient of the value."""
 
     def saved_state(self, run: SectionPass) -> Any:
-        """Return the state of a pass that its backward pass needs without another forward pass."""
+        """Return the state that replaces this step's forward pass in a later backward pass."""
         return None
 
     def restore_saved_state(self, run: SectionPass, inputs: Sequence[Any], saved: Any) -> None:
-        """Restore a pass, except its values, from `saved_state`; missing inputs are None."""
+        """Restore this step of a pass, except its values, from `saved_state`; missing inputs are None."""
         assert saved is None
 
     def unshard(self, y: Any) -> Any:
@@ -103,7 +103,7 @@ class JoinTask(Task):
         return outputs
 
     def execute_backward(self, passes: Passes, dys: Sequence[Any], needs_dx: Sequence[bool]) -> list[Sequence[Any]]:
-        """Return parts of dy, or dy itself; zeros in cells of inputs that are not joined."""
+        """Return parts of dy, or dy itself, with zeros in cells of inputs that are not joined."""
         gradients: list[Any] = [
             list(self.join.split(self._dy_of_join(run, dy), self.channels)) for run, dy in zip(passes, dys, strict=True)
         ]

@@ -100,8 +100,8 @@ class SectionPass:
     keeps_states : bool
         Whether saved states are kept when the pass is closed, so that another pass can skip steps.
     first_accumulated_step : int
-        Steps from this index on have already accumulated their weight gradients, except those that the step at
-        this index computes in `backward`, since only its `reduce_backward` has run.
+        Steps from this index on have already accumulated their weight gradients, except that the step at this index
+        has run only `reduce_backward`, and still has to compute gradients in `backward`.
     """
 
     known_backward_reductions: list[Any] | None = None
@@ -118,7 +118,7 @@ class SectionPass:
         self.output: Any = None
         #: saved states of an earlier pass, by step; these steps are skipped
         self.saved_states_by_step: Mapping[int, Any] = {}
-        #: layers' state before the pass, by step; empty for steps that have not run yet, in this pass or one it repeats
+        #: layers' state before the pass (or before the pass that it repeats), by step; empty for steps not run yet
         self.initial_states: InitialStates = [{} for _ in range(self.num_steps)]
         #: outputs of joins, by step, that fused activations need in the backward pass
         self.join_outputs: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""Effects of `--debug-halo` on the layers of a model.
+"""Checks of layers for `--debug-halo`.
 
 mark: a distinctive NaN for uninitialised cells. guarded_copy: the copy of an array that a layer receives. guard: the
-layer task that checks for mistakes. Messages are checked by comm.DebugTransport.
+layer task that checks for invalid accesses. Messages are checked by comm.DebugTransport.
 """
 
 from .guard import guard_executor, mark_unowned_cells

@@ -1,4 +1,4 @@
-"""Guarded layer task: checks that a layer reads only its view and writes only its outputs."""
+"""Guarded layer task, which checks that a layer reads only its view and writes only its outputs."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ class GuardedLayerTask(LayerTask):
 
 
 def mark_unowned_cells(buffer: Any) -> None:
-    """Mark all cells except own ones, which may be in place already, and constant padding.
+    """Mark all cells except own cells, which may already be in place, and constant padding.
 
-    Marked cells must be filled, unless no output depends on them.
+    Marked cells must be filled unless no output depends on them.
     """
     tile = buffer.tile.copy()
     fill_with_mark(buffer.cells)

@@ -1,4 +1,4 @@
-"""Copy of an array surrounded by marks, passed to a layer in its place."""
+"""Copy of an array surrounded by marks, passed to a layer in place of the array."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MARGIN_BYTES = 4096
 
 
 class GuardedCopy:
-    """A copy with the array's own strides and alignment, so that kernels compute exactly the same.
+    """A copy with the array's own strides and alignment, for bit-for-bit equal results of kernels.
 
-    Memory before, after and between its cells is marked, so reads out of bounds return marks.
+    Memory before, after and between its cells is marked, so out-of-bounds reads return marks.
 
     Parameters
     ----------
@@ -45,6 +45,6 @@ class GuardedCopy:
 
 
 def _byte_range_from_origin(array: Any) -> tuple[int, int]:
-    """Return the bytes that the cells occupy before the address of the first cell, and from it on."""
+    """Return the bytes that the cells occupy before the address of the first cell, and from that address on."""
     byte_spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in byte_spans if span < 0), sum(span for span in byte_spans if span > 0) + array.itemsize

@@ -22,8 +22,8 @@ class Clock(Observer):
     Attributes
     ----------
     seconds : dict of (row, kind) to float
-        Rows are layers' names, 'update', 'sum of gradients' and REST_ROW; kinds are WORK_KINDS. 'exchange' is copying
-        and folding on this rank; 'wait' is time inside MPI, including waiting for late ranks.
+        Rows are layers' names, 'update', 'sum of gradients' and REST_ROW; kinds are WORK_KINDS. 'exchange' is the
+        copying and adding of cells on this rank; 'wait' is time inside MPI, including waiting for late ranks.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Clock(Observer):
         self._stack.pop()
 
     def on_value(self, layer: Any, name: str, array: object) -> None:
-        """Switch a module's step to backward when its output's gradient arrives: autograd reports no events."""
+        """Switch a module's step to backward when its output's gradient arrives, since autograd reports no events."""
         if name == OUTPUT_GRADIENT_VALUE_NAME and self._stack:
             self._charge_elapsed_time()
             self._stack[-1] = str(layer.name), "backward"

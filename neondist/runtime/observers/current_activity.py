@@ -41,7 +41,7 @@ class CurrentActivity(Observer):
         return any(what == "wait" for what, *_ in [*self._stack])
 
     def __str__(self) -> str:
-        """Return the current layer, or other part of a step, and what this rank waits for; '' outside passes."""
+        """Return the current layer, or other part of a step, and what this rank is waiting for; '' outside passes."""
         position, activity, outer_event = "", "", ""
         for what, name, direction, subject in [*self._stack]:
             if what == "layer":

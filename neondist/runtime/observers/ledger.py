@@ -1,4 +1,4 @@
-"""Message log: every halo message sent by this rank, and every reduction and redistribution that it took part in."""
+"""Ledger of the halo messages that this rank has sent, and of its reductions and redistributions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MessageLedgerKey(NamedTuple):
     kind : 'halo', 'sum' or 'redistribution'; for PyTorch modules also 'ring'
     layer : name of the layer; for sums also 'loss' or 'gradients', for redistributions also 'gradients'
     direction : 'forward' or 'backward'
-    peer : the world rank that a halo or a part of a vector was sent to; for a sum its group, one of `comm.GROUP_NAMES`
-    nbytes : bytes of one message; for a sum those of the array, once, whatever algorithm is used
+    peer : the world rank to which a halo or part of a vector was sent; for a sum its group, one of `comm.GROUP_NAMES`
+    nbytes : bytes of one message; for a sum, the bytes of the array, whatever the algorithm
     """
 
     kind: str

@@ -22,14 +22,14 @@ MAX_CONSECUTIVE_SKIPS = 100  # maximum number of consecutive skipped steps
 
 @dataclass
 class NonFiniteMonitor:
-    """Record of skipped steps: the last one, and how many were skipped in a row.
+    """Record of the last skipped step and of the number of consecutive skips.
 
     Attributes
     ----------
     last_skipped_step, consecutive_skips : int
-        Number of the last skipped step, from 0 (-1: none), and count of consecutive steps skipped up to now.
+        Number of the last skipped step, from 0 (-1: none), and number of consecutive steps skipped so far.
     nonfinite_value : str
-        Description of the value because of which that step was skipped.
+        Description of the value that caused the last skip.
     """
 
     last_skipped_step: int = -1

@@ -25,7 +25,7 @@ class Trace(Observer):
     events : list of Event
         Complete ('X') events, in the order of their ends; 'ts' and 'dur' are nanoseconds of this rank's clock.
     clock_alignment_times : list of int
-        Times at which sums over all ranks ended: nearly simultaneous on all ranks.
+        Times at which sums over all ranks ended, which are nearly simultaneous on all ranks.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,9 +56,9 @@ class Trace(Observer):
 
 
 def align_clocks(events_and_times: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
-    """Return the events of all ranks, given (events, clock_alignment_times) of each, in microseconds of one clock.
+    """Return the events of all ranks in microseconds of rank 0's clock, given (events, clock_alignment_times) of each.
 
-    Clocks are aligned to rank 0's by the median offset of these times.
+    Clocks are aligned by the median offset of these times.
     """
     aligned: list[Event] = []
     for events, clock_alignment_times in events_and_times:
