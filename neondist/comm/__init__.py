@@ -1,9 +1,10 @@
 """Communication between ranks.
 
-transport: interface of a communicator. single, loopback (with turns), mpi: transports of one process, P threads, and
-MPI. grid: assignment of ranks to tiles. reductions: recorded sums over ranks. redistribution: change of partition.
-agreement: cross-rank agreement on errors and calls. process_hooks: process-wide effects of grids. debug: transport that
-checks for mistakes. shared_memory: MPI's memory-mapped files. Importing this package does not start MPI.
+transport: interface of a communicator. single, loopback (with turns), mpi (with large_counts, cuda): transports of one
+process, P threads, and MPI. grid: assignment of ranks to tiles. reductions: recorded reductions over ranks.
+redistribution: change of partition. agreement: cross-rank agreement on errors and calls. process_hooks: process-wide
+effects of grids. debug: transport that checks for misuse. shared_memory: Open MPI's shared-memory files. argument_text:
+arguments as text. Importing this package does not start MPI.
 """
 
 from . import loopback

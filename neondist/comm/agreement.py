@@ -21,9 +21,9 @@ ROWS_PER_CHECKSUM, ROW_BYTES = 16, 8192
 def raise_if_any_failed(transport: Transport, error: Exception | None) -> None:
     """Raise on every rank if any rank has an error. Collective.
 
-    A rank with an error of its own raises that error; the others raise a UserError of the same class with the message
-    of the first failing rank if that rank raised a UserError (so that every rank ends with exit code 2), else
-    RemoteError. A UserError that is raised is marked `raised_on_all_ranks`.
+    A rank with an error raises its own error. Other ranks raise the first failing rank's error: a UserError of the same
+    class with the same message, so that every rank ends with exit code 2, or a RemoteError for other exceptions. Raised
+    UserErrors are marked `raised_on_all_ranks`.
     """
     error_report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(error_report)) if r is not None]
@@ -58,7 +58,7 @@ def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
     ----------
     world : Transport
     root_only : bool
-        Whether only rank 0 works in the block, possibly for long: the others wait without occupying a core.
+        Whether only rank 0 works in the block, possibly for long; other ranks wait without occupying a core.
     """
     error: Exception | None = None
     try:
@@ -75,7 +75,7 @@ def check_equal_on_ranks(
 ) -> bool:
     """Raise on all ranks if any rank has an error, or values that differ from rank 0's. Collective.
 
-    One small message precedes every call, so that ranks that make different calls do not wait for each other.
+    A small message precedes every collective call, so that ranks that make different calls do not wait for each other.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def check_equal_on_ranks(
     error : Exception, optional
         Error of this rank.
     versions : sequence of int
-        Numbers that may differ; the result is whether they are equal on all ranks.
+        Numbers that may differ between ranks; the function returns whether they are equal.
     """
     if world.size == 1:
         if error is not None:

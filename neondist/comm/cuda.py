@@ -1,4 +1,4 @@
-"""Checks whether the MPI library supports GPU memory: its own report, and a test message."""
+"""Checks for GPU memory support in the MPI library: its own report, and a test message."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MPICH_GPU_SUPPORT_CUDA = 0
 
 
 def reports_cuda_support(mpi: Any) -> bool | None:
-    """Return whether mpi4py's library reports support for GPU memory; None: the library has no such query.
+    """Return whether the MPI library reports support for GPU memory; None: the library has no such query.
 
-    Open MPI and MVAPICH have one query, MPICH another.
+    The query of Open MPI and MVAPICH differs from MPICH's.
     """
     library, answer = ctypes.CDLL(mpi.__file__), ctypes.c_int()
     if hasattr(library, "MPIX_Query_cuda_support"):

@@ -34,7 +34,7 @@ class DebugTransport(Transport):
         self.shares_process = wrapped.shares_process
 
     def wait_randomly(self) -> None:
-        """Wait a random time."""
+        """Wait for a random time of at most MAX_MESSAGE_DELAY_SECONDS."""
         time.sleep(self.random.random() * MAX_MESSAGE_DELAY_SECONDS)
 
     def split(self, color: int, key: int) -> Transport:
@@ -79,7 +79,7 @@ class DebugTransport(Transport):
         return self.wrapped.allgather_array(array)
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one, after a delay."""
+        """Send an array to every rank, and return the arrays received from all ranks, after a delay."""
         self.wait_randomly()
         return self.wrapped.all_to_all(sends, receive_shapes)
 

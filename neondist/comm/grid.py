@@ -49,7 +49,7 @@ class ProcessGrid:
     Raises
     ------
     GridError
-        If replicas x planes x rows x cols is not the number of ranks. After `close`, methods that communicate raise it.
+        If replicas x planes x rows x cols is not the number of ranks; after `close`, also raised by communication.
     """
 
     _tile_partition: Partition | None = None
@@ -75,11 +75,11 @@ class ProcessGrid:
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         tile_row, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(tile_row, self.rows)
-        #: transports over the ranks of this replica, ordered by tile, and of this tile, ordered by replica
+        #: transports over the ranks of this replica, ordered by tile, and over those of this tile, ordered by replica
         self.tile_comm, self.replica_comm = self.world.split_tiles_and_replicas(self.shape.tiles)
         #: objects created once per grid, by keys that their creators choose
         self.cached_objects: dict[Any, Any] = {}
-        #: number that identifies this grid where objects cannot be passed, as in PyTorch operators
+        #: number that identifies this grid where objects cannot be passed, such as in PyTorch operators
         self.handle = next(_HANDLE_COUNTER)
         _GRID_BY_HANDLE[self.handle] = self
         self._checksum_by_name: dict[str, int] = {}

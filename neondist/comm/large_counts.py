@@ -1,4 +1,4 @@
-"""Messages of more elements than an MPI call can count: counts and extents before MPI 4 are 32-bit integers."""
+"""Messages with more elements than an MPI call can count: before MPI 4, counts and extents are 32-bit integers."""
 
 from __future__ import annotations
 

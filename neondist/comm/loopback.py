@@ -102,7 +102,7 @@ class _SharedState:
 
 
 class _MailboxGroup:
-    """Mailboxes of a group of ranks; they live as long as any member does."""
+    """Mailboxes of a group of ranks, which live as long as any member."""
 
     def __init__(self, parent_ranks: Sequence[int], world_ranks: Sequence[int]) -> None:
         self.parent_ranks, self.world_ranks = parent_ranks, world_ranks
@@ -148,7 +148,7 @@ class LoopbackTransport(Transport):
             self.world.call_by_rank[self.group.world_ranks[self.rank]] = call
 
     def open_mailboxes(self, peers: Iterable[int], is_outgoing: bool) -> dict[int, _Mailbox]:
-        """Return a new mailbox to, or from, every peer; both ends of a pair open their mailboxes in the same order."""
+        """Return a new mailbox to, or from, every peer; both ranks of a pair open their mailboxes in the same order."""
         mailboxes = {}
         for peer in peers:
             sender_and_receiver = (self.rank, peer) if is_outgoing else (peer, self.rank)
@@ -189,7 +189,7 @@ class LoopbackTransport(Transport):
         return self._allreduce_via_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one."""
+        """Send an array to every rank, and return the arrays received from all ranks."""
         for peer, array in enumerate(sends):
             self._send(peer, np.array(array, order="C"))
         received: list[np.ndarray] = [self._receive(peer) for peer in range(self.size)]
@@ -208,7 +208,7 @@ class LoopbackTransport(Transport):
         return pickle.loads(self._allreduce_via_root(pickled, lambda values: list(values)[root]))
 
     def _allreduce_via_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
-        """Return the values of all ranks combined on rank 0, which takes 2 P messages instead of P².
+        """Return the values of all ranks, combined on rank 0 with 2 P messages instead of P².
 
         All ranks receive the same object, and must modify neither that object nor their own value.
         """
@@ -269,18 +269,17 @@ class _LoopbackExchange(Exchange):
 def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int = 1) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
 
-    As in separate processes, every rank has its own global random generators (Python's, NumPy's, PyTorch's), which
-    start in the caller's states; afterwards, the caller's generators have the states of rank 0. This holds only for
-    `at_once=1`.
+    With `at_once=1`, every rank has its own global random generators (Python's, NumPy's, PyTorch's), as in separate
+    processes. They start in the caller's states; afterwards, the caller's generators have the states of rank 0.
 
     Parameters
     ----------
     timeout : float
         Seconds that a rank waits for a message before it reports a deadlock.
     at_once : int
-        Number of ranks that may compute while the others wait for a message or their turn. Unless `at_once`
-        is the number of ranks, the function may wait for other ranks only through its transport. With `at_once` > 1,
-        ranks share global random generators, and must not share PyTorch modules, which are not thread-safe.
+        Number of ranks that may compute while the others wait for a message or their turn. Unless `at_once` is the
+        number of ranks, the function must wait for other ranks only through its transport. With `at_once` > 1, ranks
+        share the global random generators, and must not share PyTorch modules, which are not thread-safe.
 
     Raises
     ------

@@ -26,7 +26,7 @@ from .shared_memory import mpi_start_folder, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
-"""Seconds between two tests for the end of a wait: initially, and after a while."""
+"""Seconds between two tests for the end of a wait, initially and at most."""
 TORCHRUN_REMEDY = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
     " neondist.torch"
@@ -34,7 +34,7 @@ TORCHRUN_REMEDY = (
 
 
 MAX_REDUCED_BYTES = 1 << 20
-"""Maximum size of the parts of an array that are reduced one by one; larger parts would not stay in the caches."""
+"""Maximum bytes of the parts of an array that are reduced one by one; larger parts would not stay in the caches."""
 
 
 def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
@@ -48,7 +48,7 @@ def world_transport(max_count: int = MAX_COUNT) -> MPITransport:
     Raises
     ------
     LaunchError
-        If mpi4py or its MPI library is missing, or if torchrun has started these ranks, so that MPI does not know them.
+        If mpi4py or its MPI library is missing, or if the ranks were started by torchrun and are unknown to MPI.
     """
     num_torchrun_ranks = count_torchrun_ranks(os.environ)
     try:
@@ -151,8 +151,8 @@ class MPITransport(Transport):
     def split_tiles_and_replicas(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas; repeated calls share their communicators.
 
-        MPI provides only a few thousand communicators, and freeing one is collective, so this cannot be left to garbage
-        collection: subcommunicators are kept with their parent until all users have closed them.
+        MPI provides only a few thousand communicators, and freeing a communicator is collective, so this cannot be left
+        to garbage collection: subcommunicators are kept with their parent until all users have closed them.
         """
         sub_comms_by_tiles = self.comm.Get_attr(_create_sub_comms_keyval())
         if sub_comms_by_tiles is None:
@@ -168,7 +168,7 @@ class MPITransport(Transport):
     def wait_for_root(self) -> None:
         """Wait until rank 0 makes this call, without occupying a core for long. Collective.
 
-        Blocking calls of MPI poll, and would take the core from the processes on which rank 0 waits.
+        Blocking calls of MPI poll, and would take the core away from processes for which rank 0 is waiting.
         """
         request, pause_seconds = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE_SECONDS
         while not request.Test():
@@ -207,7 +207,7 @@ class MPITransport(Transport):
         return _MPIRequest(self.mpi, requests) if requests else CompletedRequest()
 
     def _contiguous_chunks(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return views of a contiguous array to reduce one by one; none in a group of one rank."""
+        """Return views of a contiguous array to reduce one by one; an empty list in a group of one rank."""
         if self.size == 1:
             return []
         if not array.flags.forc:
@@ -230,7 +230,7 @@ class MPITransport(Transport):
         return gathered
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        """Send an array to every rank, and return the arrays received from all ranks, without pickling."""
         from mpi4py.util.dtlib import from_numpy_dtype
 
         send_buffer = np.concatenate([array.ravel() for array in sends])
@@ -276,11 +276,11 @@ class MPITransport(Transport):
 
     @staticmethod
     def _data_or_size(data: bytes, max_count: int) -> bytes | int:
-        """Return the bytes if they fit in one message, else their number."""
+        """Return the data if they fit in one message, else their size in bytes."""
         return data if len(data) <= max_count else len(data)
 
     def _receive_data(self, data: bytes, data_or_size: bytes | int, root: int) -> Any:
-        """Return the bytes of `root`, given `data_or_size`; `data` are the bytes of this rank."""
+        """Return the data of `root`, given `data_or_size`; `data` is this rank's data."""
         if isinstance(data_or_size, bytes):
             return data_or_size
         received = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(data_or_size, np.uint8)
@@ -310,9 +310,9 @@ def _create_sub_comms_keyval() -> int:
 
 @contextmanager
 def _as_ordered_integers(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Context in which the memory of floats contains integers in the same order, with NaN largest.
+    """Context in which the memory of floats contains integers in the same order, with NaN as the largest.
 
-    MPI leaves the maximum of NaN undefined; Open MPI ignores NaN on some ranks.
+    MPI leaves the maximum of values with NaN undefined; Open MPI ignores NaN on some ranks.
     """
     if array.dtype.kind != "f":
         yield array

@@ -17,9 +17,9 @@ from .transport import Transport
 class ExceptionAndExitHooks(ChainedHook):
     """Python's excepthook, and the number of threads, while grids of several ranks are open.
 
-    An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; the same
-    happens if some ranks exit while others are in another call. Ranks on one machine share its cores, unless the number
-    of threads is set.
+    An uncaught exception prints its traceback and ends the job on all ranks, so that no rank waits forever; so does an
+    exit of some ranks while others are in another call. Ranks on one machine share its cores, unless the number of
+    threads is set.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class ExceptionAndExitHooks(ChainedHook):
             abort_with_error(self.open_worlds[-1], error)
 
     def check_exit(self) -> None:
-        """Check at interpreter exit that all ranks exit; otherwise end the job."""
+        """Check at interpreter exit that all ranks are exiting; otherwise end the job."""
         for world in self.open_worlds:
             try:
                 if not world.ended:

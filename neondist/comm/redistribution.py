@@ -17,7 +17,7 @@ class Redistribution:
     Parameters
     ----------
     all_to_all : callable
-        Method of the participating ranks' transport, or of a wrapper that records the messages.
+        `Transport.all_to_all` of the participating ranks, or a wrapper that records the messages.
     rank : int
         This rank's number in the transport.
     source, target : sequence of Box, one for each rank

@@ -110,9 +110,9 @@ class Reductions:
     def sum_encoded(
         self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
     ) -> tuple[np.ndarray, slice, Any]:
-        """Return the sum over the ranks of numbers that are sent as codes. Collective over one of GROUP_NAMES.
+        """Return the sum over the ranks of numbers that are sent in an encoding. Collective over one of GROUP_NAMES.
 
-        Each rank decodes a slice of all ranks' codes, and adds the decoded numbers in rank order.
+        Each rank decodes one slice of all ranks' codes, and adds the decoded numbers in rank order.
 
         Parameters
         ----------

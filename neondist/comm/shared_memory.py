@@ -1,7 +1,7 @@
 """Cleanup of Open MPI's shared-memory files, which must not outlive their ranks.
 
-The files have names only so that ranks can open them. Once all ranks have opened them, the names are removed, so that
-nothing is left behind, however a rank ends.
+Ranks open the files by name. Once all ranks have opened them, the names are removed, so no files are left behind,
+however a rank ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LAUNCHER_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD"
 
 @contextmanager
 def mpi_start_folder() -> Iterator[None]:
-    """Set the folder for the files of an MPI started in the block: the job's or, with no launcher, a temporary one."""
+    """Set the folder for files of MPI started in the block: the job's or, without a launcher, a temporary folder."""
     folder = Path(os.environ.get(BACKING_DIR_VARIABLE, ""))
     spans_machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if folder.name.startswith(JOB_FOLDER_PREFIX) and spans_machines:
-        folder.mkdir(mode=0o700, exist_ok=True)  # the launcher has created it on mpirun's machine only
+        folder.mkdir(mode=0o700, exist_ok=True)  # the launcher has created it only on mpirun's machine
     if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         yield
         return
@@ -60,7 +60,7 @@ def unlink_segments(mpi: Any) -> None:
 
 
 def _mapped_segment_files() -> set[Path]:
-    """Return the named shared-memory files that this rank has mapped, of all ranks on this machine."""
+    """Return the shared-memory files that this rank has mapped: those of all ranks on this machine."""
     try:
         maps_text = MEMORY_MAPS_FILE.read_text()
     except OSError:  # not Linux

@@ -42,7 +42,7 @@ class Exchange(ABC):
     Parameters
     ----------
     transport : Transport
-        Once the transport is closed, running the exchange is an error.
+        After it is closed, running the exchange raises GridError.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class Transport(ABC):
     tensor_device_types : tuple of str
         Device types whose PyTorch tensors exchanges and `allreduce` accept directly.
     shares_process : bool
-        Whether all ranks share one process, and so its global random generators.
+        Whether all ranks share one process, and thus its global random generators.
     """
 
     rank: int
@@ -183,11 +183,11 @@ class Transport(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can be sent anymore."""
+        """Whether communication is no longer possible."""
         return self.closed
 
     def accepts_array(self, array: Any) -> bool:
-        """Return whether exchanges and `allreduce` accept an array directly; others are staged on the host."""
+        """Return whether exchanges and `allreduce` accept an array directly; other arrays are staged on the host."""
         kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's devices have a type
         return isinstance(array, np.ndarray) or kind in self.tensor_device_types or self.accepts_device_array(array)
 
@@ -215,7 +215,7 @@ class Transport(ABC):
         return self.split(replica, tile), self.split(tile, replica)
 
     def close(self) -> None:
-        """Free the group's resources; nothing can be sent through it anymore."""
+        """Free the group's resources; communication is no longer possible."""
         self.closed = True
 
     def share_cores(self) -> Callable[[], None]:
@@ -243,14 +243,14 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one, in rank order.
+        """Send an array to every rank, and return the arrays received from all ranks, in rank order.
 
         Parameters
         ----------
         sends : one array for each rank
             Arrays of one dtype; shapes may differ, and arrays may be empty.
         receive_shapes : one shape for each rank
-            Shapes of the arrays that the ranks send to this one.
+            Shapes of the arrays to receive.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Scheduling of virtual ranks, and the state of the global random generators of each."""
+"""Scheduling of virtual ranks, and each rank's states of the global random generators."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ComputeTurns:
             self.pass_turn_to_next()
 
     def open_gate_on_free_turn(self, gate: threading.Lock) -> None:
-        """Queue a gate, a lock that a rank waits for; release it as soon as a turn is free for the rank."""
+        """Queue a gate, which is a lock that a rank is waiting for; release it as soon as a turn is free."""
         self._waiting_gates.append(gate)
         if self._free_turns:
             self._free_turns -= 1
@@ -65,7 +65,7 @@ class ComputeTurns:
 
 
 def create_closed_gate() -> threading.Lock:
-    """Return a lock that another thread is to release."""
+    """Return a locked lock, for another thread to release."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -111,7 +111,7 @@ class _GeneratorStates:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
     def _is_raw_state_complete(self) -> bool:
-        """Return whether the words of NumPy's generator are its whole state."""
+        """Return whether the raw memory of NumPy's generator is its whole state."""
         return self.numpy_raw_state is not None and not self.numpy_state["has_gauss"]
 
 
