@@ -1,9 +1,9 @@
 """Halo exchange: views of tiled activations, exact or by a border scheme.
 
-In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: the memory
-of one view. exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding:
-cells copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes that fuse
-several layers: the exchange is exact, and tiles recompute cells of other tiles. redistribute: moves activations to
+global_array: an activation, its view for a window, and the gradient of the view. buffer: the memory of one view.
+exchange: gathering of halo cells from their owners, and the adjoint, which scatters and adds. padding: cells copied
+from inside the image or the tile. policies: border schemes, one file each. fusion: schemes that fuse several layers, so
+that tiles recompute cells of other tiles. schemes: public names of the schemes. redistribute: moves activations to
 another grid.
 """
 

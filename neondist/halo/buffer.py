@@ -1,4 +1,4 @@
-"""Memory of one view for one batch size, allocated once and used at every step."""
+"""Memory of one view for one batch size, allocated once and used in every step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HaloBuffer:
         self.prefilled = [self.cells[self.index(box)] for box in plan.prefilled]
         self.fill_prefilled_cells()
         self.may_be_overwritten = slots[0] is not None
-        # own cells are already in place; cells that wrap around are needed a second time
+        # own cells are already in place, except copies of cells that wrap around
         self.wrapped_cells = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
@@ -69,7 +69,7 @@ class HaloBuffer:
         )
 
     def forward(self, tile: Any, phase: Phase) -> Any:
-        """Copy the tile, gather the halo, fill the padding; return the view."""
+        """Copy the tile, gather the halo and fill the padding; return the view."""
         self.phase = phase
         if tile is not self.tile:
             self.kernels.copy(tile, self.tile)
@@ -82,7 +82,7 @@ class HaloBuffer:
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
-        """Add gradients of padding to its source cells, and of the halo to its owners; return the tile's gradient."""
+        """Add gradients of padding to its source cells, and of halo cells to their owners; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
             self.kernels.copy(dview, self.zero_and_return_dview())
@@ -153,7 +153,7 @@ class HaloBuffer:
         return exchange
 
     def _exchange(self, halo: HaloExchange, save: Callable[[], Any], restore: Callable[[Any], None]) -> None:
-        """Exchange as the policy prescribes; a stateful policy's cells are reused if the pass is repeated."""
+        """Exchange by the policy; the cells received under a stateful policy are reused if the pass is repeated."""
         record = self.phase.record if self.owner.policy.is_stateful else None
         if record is None:
             self._run_policy(halo)

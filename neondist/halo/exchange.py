@@ -1,6 +1,6 @@
 """Halo exchange of one view: gathering of halo cells from their owners, and the adjoint, which scatters and adds.
 
-Policies use this interface; they depend neither on boxes nor on messages.
+Policies use this interface, and depend on neither boxes nor messages.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class HaloExchange:
     direction : 'forward' or 'backward'
         The pass.
     adds : bool
-        False: gather cells of other tiles. True, the adjoint: send their gradients to the owners, which add them.
+        False: gather cells of other tiles. True (the adjoint): send their gradients to the owners, which add them.
 
     Attributes
     ----------
@@ -180,7 +180,7 @@ class HaloExchange:
 
 
 class PackedExchange:
-    """Exchange through contiguous buffers, which allow other dtypes and sizes, and overlap with computation.
+    """Exchange through contiguous buffers, for messages of other dtypes and sizes, and for overlap with computation.
 
     Attributes
     ----------
@@ -195,7 +195,7 @@ class PackedExchange:
         self.exchange = halo.buffer.create_exchange(halo, sends, receives)
 
     def start(self, messages: Sequence[Any] | None = None) -> None:
-        """Start to send copies of arrays, one per message, or the contents of `outgoing`; call `wait` to finish."""
+        """Start sending copies of arrays, one per message, or the contents of `outgoing`; call `wait` to finish."""
         if messages is not None:
             self.kernels.copy_each(messages, self.sends)
         self.exchange.start()

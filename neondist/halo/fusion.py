@@ -1,6 +1,6 @@
 """Schemes that fuse several layers: tiles recompute cells of other tiles, and the exchange is exact.
 
-The compiler reads from these schemes which layers to fuse; see plan/segments.py.
+The compiler fuses layers as these schemes request; see plan/segments.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fusion_scheme_or_none(scheme: ExchangePolicy | None) -> FusionScheme | None:
 class DeepHalo(FusionScheme):
     """One wide halo exchange for several layers, and one return of gradients.
 
-    Halo cells of the layers in between are computed redundantly by every tile that needs them.
+    Halo cells of the fused layers after the first are computed redundantly by every tile that needs them.
 
     Consecutive layers of a chain with this scheme are fused, together with the pointwise layers between them.
     Normalisation counts every cell once.
@@ -74,7 +74,7 @@ class DeepHalo(FusionScheme):
 
 
 class OverlapTile(FusionScheme):
-    """Overlapping tiles: each tile is read with all cells that its outputs depend on, and nothing is exchanged.
+    """Overlapping tiles: each tile is read with all cells on which its outputs depend, and nothing is exchanged.
 
     Applies to the first layers of a model, up to the first layer with another scheme or a fully connected layer.
     Gradients of the weights are exact: only outputs owned by the tile enter the cost.
@@ -106,9 +106,9 @@ class OverlapTile(FusionScheme):
 class Auto(DeepHalo):
     """`deep_halo` with segments chosen by a planner for the grid: the higher the latency, the longer the segments.
 
-    The planner adds the cost of an inner tile's exchanges and of the largest tile's redundant computation, and chooses
-    the cheapest division of a chain into segments by dynamic programming. The result is only as good as the machine
-    profile.
+    The planner finds the cheapest division of a chain into segments by dynamic programming, where the cost is that of
+    an inner tile's exchanges plus that of the largest tile's redundant computation. The result is only as good as the
+    machine profile.
 
     Parameters
     ----------

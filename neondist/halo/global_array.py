@@ -35,8 +35,8 @@ class GlobalArray:
     dtype : str
     backend : str or Backend
     reuse : bool
-        True (for layers): a view is valid until the next call and may alias the tile; arrays have dtype `dtype`.
-        False: calls accept real numbers of any dtype and return new arrays.
+        True (for layers): a view is valid until the next call and may alias the tile; arrays must have dtype `dtype`.
+        False: methods accept real numbers of any dtype and return new arrays.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class GlobalArray:
         self.repartition()
 
     def repartition(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
-        """Repartition the array before first use.
+        """Repartition the array; call this method before the first use of the array.
 
         Tiles may overlap; overlapping cells are then supplied with each tile, not exchanged.
 
@@ -103,7 +103,7 @@ class GlobalArray:
         self.set_halo_plan(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
     def set_halo_plan(self, plan: HaloPlan) -> None:
-        """Take the tile and the view from a plan, and discard the buffers."""
+        """Set the tile and the view to those of a plan, and discard the buffers."""
         self.plan, grid = plan, self.grid
         self.own, self.need = plan.own, plan.need
         lo, hi = grid.sample_range(self.global_shape[0])
@@ -124,7 +124,7 @@ class GlobalArray:
 
     @property
     def is_tiled(self) -> bool:
-        """False for a vector, which is replicated on the ranks of all tiles."""
+        """Whether the array is tiled; False for a vector, which is replicated on the ranks of all tiles."""
         return bool(self.extent)
 
     @property
@@ -156,8 +156,8 @@ class GlobalArray:
     def get_bprop_view(self, dview: Any, phase: Phase = DEFAULT_PHASE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
-        Contributions of other ranks' windows are received and added; those of padding are added to the cells
-        from which it was filled.
+        Contributions of other ranks' windows are received and added; those of padding are added to the cells from which
+        it was filled.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class GlobalArray:
         return self._redistribute(tile, self, lambda samples: [Box.of((samples, *sample_shape))] * num_ranks)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
-        """Return this rank's tile of another array, given its tile of this one, by an all-to-all. Collective.
+        """Return this rank's tile of another array, given its tile of this array, by an all-to-all. Collective.
 
         Parameters
         ----------
@@ -244,7 +244,7 @@ class GlobalArray:
         return summed if group is None else self.reductions.allreduce(group, summed)
 
     def buffer(self, samples: int, block_number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
-        """Return the buffer for batches with this number of samples (of this rank's replica).
+        """Return the buffer for batches with `samples` samples on this rank's replica.
 
         Parameters
         ----------
@@ -321,7 +321,7 @@ class GlobalArray:
 
 
 class SerialArray(GlobalArray):
-    """GlobalArray on a 1 x 1 grid, whole on one rank; its arguments are the same, without the grid."""
+    """GlobalArray on a 1 x 1 grid, whole on one rank; takes the same arguments except the grid."""
 
     @type_checked
     def __init__(

@@ -1,7 +1,7 @@
 """Padding copied from inside the image, halo cells copied from the rank's own tile, and the adjoints.
 
-Both kinds of copies proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies
-cells that HaloPlan includes in the buffer.
+Both are copied axis by axis, so that corners are correct. Modes `reflect` and `replicate` copy cells that HaloPlan
+includes in the buffer.
 """
 
 from __future__ import annotations

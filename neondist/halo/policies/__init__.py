@@ -1,4 +1,4 @@
-"""Exchange policies (border schemes): exchange of halo cells and of their gradients.
+"""Exchange policies (border schemes), which exchange halo cells and their gradients.
 
-base: the base class. names: policies as text. Every other module contains one policy.
+base: the base class. names: policies as text. narrow_halo: `Halo` for 16-bit operands. Other modules: one policy each.
 """

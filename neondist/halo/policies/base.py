@@ -12,13 +12,13 @@ from ...terminal.console import counted
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
-"""Fill values of cells of other tiles that are not exchanged."""
+"""How to fill cells of other tiles that are not exchanged."""
 
 
 class ExchangePolicy(Registered, ABC):
-    """A border scheme: the exchange of halo cells in fprop (`forward`) and of their gradients in bprop.
+    """A border scheme: the exchange of halo cells in fprop (`forward`) and of their gradients in bprop (`backward`).
 
-    A policy is stateless, because one object may serve all layers of a model; state goes into `halo.memory`.
+    The object has no state, because all layers of a model may share it; state is kept in `halo.memory`.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class ExchangePolicy(Registered, ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the exchanges of a training pass depend on its step, and so cannot be repeated in another step."""
+        """Whether the exchanges of a training pass depend on earlier steps, and so cannot simply be repeated."""
         return bool(self.state_names) or type(self).get_state is not ExchangePolicy.get_state
 
     @property

@@ -13,13 +13,14 @@ from .base import ExchangePolicy, Fill
 class Every(ExchangePolicy):
     """Halo exchange in every j-th training step; in between, halo cells are reused from the last exchange, or filled.
 
-    Evaluation always exchanges. Reused cells belong to an earlier batch.
+    Evaluation always exchanges. Reused cells are those of an earlier batch.
 
     Parameters
     ----------
     j : int
         Number of steps from one exchange to the next.
     between : {'reuse', 'zeros', 'reflect', 'replicate'}
+        Reuse of received cells, or filling as in `Tower`, between exchanges.
     """
 
     formula = "each way H / j on average, H = n c (2 O (h + w) + 4 O²) elements"

@@ -16,8 +16,8 @@ class Halo(ExchangePolicy):
     ----------
     backward : {'scatter', 'gather', 'auto'}
         'scatter' sends the gradients of other tiles' input cells to their owners. 'gather' fetches the gradients of
-        other tiles' output cells, and computes the gradients of all own input cells from these; it requires zero-padded
-        convolutions. 'auto' gathers where that sends fewer bytes.
+        other tiles' output cells, and computes the gradients of all own input cells from them; it requires zero-padded
+        convolutions. 'auto' chooses 'gather' where this sends fewer bytes.
     dtype : {'bfloat16', 'float16'}, optional
         Dtype to which cells and gradients are rounded for messages. Default: the dtype of the model.
     """

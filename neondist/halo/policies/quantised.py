@@ -48,7 +48,7 @@ class Quantised(ExchangePolicy):
     backward = forward
 
     def message_bytes(self, num_elements: int, itemsize: int, direction: str) -> int:
-        """Return the bytes of the integers and of their scale."""
+        """Return the bytes of the integers and their scale."""
         return num_elements * self.bits // 8 + 4 if num_elements else 0
 
     def _pack(self, elements: Any, xp: Any) -> Any:

@@ -14,12 +14,13 @@ from .base import ExchangePolicy
 class Stale(ExchangePolicy):
     """Asynchronous halo exchange: uses the cells sent `steps` training steps ago, so no rank waits.
 
-    The received cells belong to an earlier batch, so this scheme is useful only if successive batches are similar. The
-    first steps and evaluation exchange synchronously.
+    The received cells are those of an earlier batch, so this scheme is useful only if successive batches are similar.
+    The first steps and evaluation exchange synchronously.
 
     Parameters
     ----------
     steps : int
+        Age of the received cells in training steps.
     """
 
     def __init__(self, steps: Count = 1) -> None:
@@ -30,7 +31,7 @@ class Stale(ExchangePolicy):
         if not halo.training:
             halo.exchange()
             return
-        exchanges_in_flight: deque = halo.memory.setdefault("travelling", deque())
+        exchanges_in_flight: deque = halo.memory.setdefault("in_flight", deque())
         if len(exchanges_in_flight) == self.steps:
             packed_exchange = exchanges_in_flight.popleft()
             halo.unpack(packed_exchange.wait())
@@ -44,13 +45,13 @@ class Stale(ExchangePolicy):
 
     def get_state(self, halo: HaloExchange) -> list[Any]:
         """Return the cells in flight, earliest step first."""
-        return [packed.outgoing for packed in halo.memory.get("travelling", ())]
+        return [packed.outgoing for packed in halo.memory.get("in_flight", ())]
 
     def set_state(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Send the cells in flight again."""
-        pending_exchanges = [*halo.memory.get("travelling", ())][: len(arrays)]
-        halo.memory["travelling"] = deque(pending_exchanges + [halo.packed() for _ in arrays[len(pending_exchanges) :]])
-        for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
+        pending_exchanges = [*halo.memory.get("in_flight", ())][: len(arrays)]
+        halo.memory["in_flight"] = deque(pending_exchanges + [halo.packed() for _ in arrays[len(pending_exchanges) :]])
+        for packed, cells in zip(halo.memory["in_flight"], arrays, strict=True):
             packed.outgoing[...] = cells
             packed.start()
 

@@ -9,14 +9,14 @@ from .base import ExchangePolicy, Fill
 class Tower(ExchangePolicy):
     """No exchange: halo cells are filled from the tile itself, and gradients are exact for this filling.
 
-    Towers are merged in the fully connected layers, or in a layer whose scheme has `merge: true`.
+    Tiles are processed independently (as towers) up to the fully connected layers, or to a layer with `merge: true`.
 
     Parameters
     ----------
     fill : {'zeros', 'reflect', 'replicate'}
-        How cells of other tiles are filled; 'zeros' stands for the padding value of the layer.
+        Filling of cells of other tiles; 'zeros' stands for the padding value of the layer.
     merge : bool
-        Merge the towers in this layer with an exact exchange.
+        Whether to merge the towers in this layer by an exact exchange.
     """
 
     formula = "0; H each way where merge is true"
@@ -25,7 +25,7 @@ class Tower(ExchangePolicy):
         self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, halo: HaloExchange) -> None:
-        """Fill the cells, or run the adjoint of filling; exchange if towers are merged."""
+        """Fill the cells, or run the adjoint; exchange if towers are merged."""
         if self.merge:
             halo.exchange()
         else:
