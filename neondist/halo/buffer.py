@@ -82,7 +82,7 @@ class HaloBuffer:
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
-        """Add gradients of padding to its source cells, and of halo cells to their owners; return the tile's gradient."""
+        """Add gradients of padding to its sources, and of halo cells to their owners; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
             self.kernels.copy(dview, self.zero_and_return_dview())

@@ -12,7 +12,7 @@ from ...terminal.console import counted
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
-"""How to fill cells of other tiles that are not exchanged."""
+"""Ways of filling cells of other tiles that are not exchanged."""
 
 
 class ExchangePolicy(Registered, ABC):
