@@ -42,6 +42,7 @@ _MAX_CLASSES_WITHOUT_PLOT = 20
 """Number of classes above which a table gets a plot."""
 _COLOURED_CLASS_COUNT, _OTHER_CLASS_COLOUR = 255, (128, 128, 128)
 """Number of classes with their own colour, and the colour of others, such as ignored cells."""
+_WORST_SAMPLES_ARRAYS = "sample", "loss", "image", "label", "prediction", "volume"
 _MAX_PICTURE_BYTES = 1 << 27  # limit for a picture, and for the arrays of worst.npz
 _TIME_AND_BYTES_TITLES = {"seconds": "training time (s)", "samples_per_second": "samples/s",
                 "bytes_sent": "halo bytes sent, all ranks", "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
@@ -243,7 +244,7 @@ def _event_text(value: Any) -> str:
 
 def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence[str], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
-    labels, preds = samples["label"], samples["said"]
+    labels, preds = samples["label"], samples["prediction"]
     dense = labels.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
@@ -287,7 +288,7 @@ def _read_worst_samples(path: Path) -> dict[str, np.ndarray]:
             raise DataError(f"{path}: unpacks to {unpacked_bytes:,} bytes, more than any run writes; remove the file")
         file.seek(0)
         with np.load(file) as arrays:
-            array_by_name = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said", "volume")}
+            array_by_name = {name: arrays[name] for name in _WORST_SAMPLES_ARRAYS}
     sample, loss, image, label, prediction, volume = array_by_name.values()
     if (
         sample.ndim != 1

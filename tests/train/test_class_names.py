@@ -180,7 +180,7 @@ def test_page_labels_slices_of_volumes():
     cells = np.zeros((1, 4, 4), int)
     samples = {"sample": np.arange(1), "loss": np.ones(1), "image": np.zeros((1, 4, 4, 1), "u1")}
     for volume, text in ((True, "Middle slice of the volume, target"), (False, "<p>Image, target")):
-        arrays = {**samples, "label": cells, "said": cells, "volume": np.array([volume])}
+        arrays = {**samples, "label": cells, "prediction": cells, "volume": np.array([volume])}
         assert text in evaluation_page_html("e", {}, {"loss": 1.0}, arrays)
 
 

@@ -124,7 +124,7 @@ def make_samples(dense):
         "loss": np.ones(3),
         "image": image,
         "label": label,
-        "said": label,
+        "prediction": label,
         "volume": np.zeros(3, bool),
     }
 

@@ -38,6 +38,7 @@ VALUE_STRATEGY = st.recursive(
 NAME_STRATEGY = (
     st.sampled_from(["epoch", "step", "train_loss", "test_loss", "confusion", "seconds", "bytes_sent"]) | TEXT_STRATEGY
 )
+ARRAY_NAMES = ["sample", "loss", "image", "label", "prediction", "volume"]
 ARRAY_STRATEGY = st.sampled_from(["u1", "i8", "f2", "f4", "f8", "c8", "?", "U3", "S3", "M8[s]", ">i4"]).flatmap(
     lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3))
 )
@@ -45,7 +46,7 @@ ARRAY_STRATEGY = st.sampled_from(["u1", "i8", "f2", "f4", "f8", "c8", "?", "U3",
 
 def make_worst_samples(**overrides):
     samples = {"sample": np.array([4]), "loss": np.array([1.0]), "image": np.zeros((1, 4, 4, 1), "u1")}
-    return samples | {"label": np.array([1]), "said": np.array([2]), "volume": np.array([False])} | overrides
+    return samples | {"label": np.array([1]), "prediction": np.array([2]), "volume": np.array([False])} | overrides
 
 
 def write_run(folder, records=(EPOCH_RECORD,), samples=None):
@@ -97,11 +98,7 @@ def test_arbitrary_records_are_rendered_or_rejected(tmp_path_factory, records):
 
 
 @FUZZ_SETTINGS
-@given(
-    st.dictionaries(
-        st.sampled_from(["sample", "loss", "image", "label", "said", "volume"]), ARRAY_STRATEGY, min_size=1, max_size=2
-    )
-)
+@given(st.dictionaries(st.sampled_from(ARRAY_NAMES), ARRAY_STRATEGY, min_size=1, max_size=2))
 def test_arbitrary_arrays_are_rendered_or_rejected(tmp_path_factory, overrides):
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, samples=make_worst_samples(**overrides))
@@ -116,7 +113,8 @@ def test_deeply_nested_records_are_rejected(tmp_path, depth):
 
 def test_valid_records_are_shown(tmp_path):
     cells = np.arange(16).reshape(1, 4, 4)
-    for maps in ({}, {"label": cells, "said": cells}, {"label": cells / 3, "said": np.full((1, 4, 4), np.nan)}):
+    missing = np.full((1, 4, 4), np.nan)
+    for maps in ({}, {"label": cells, "prediction": cells}, {"label": cells / 3, "prediction": missing}):
         records = [EPOCH_RECORD | {"test_confusion": [[3, 1], [0, 2]], "test_iou": [0.5, None]}]
         write_run(tmp_path, records, make_worst_samples(**maps))
         page = render_or_reject(tmp_path)

@@ -85,7 +85,7 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
         )
         predicted = serial_model.fprop(x[order], training=False).argmax(-1) if dense else None
         if dense:
-            np.testing.assert_array_equal(arrays["said"], predicted[reduced].reshape(4, 50, 4))
+            np.testing.assert_array_equal(arrays["prediction"], predicted[reduced].reshape(4, 50, 4))
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     shown = page[page.index("largest losses") : page.index("Time and bytes")]

@@ -56,9 +56,9 @@ def find_worst_samples(
     Returns
     -------
     dict
-        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said' (the prediction), each
-        (n, h, w) or (n, ...), and 'volume' (n,), whether a picture is the middle slice of a volume.
-        Empty for samples that are not images or volumes, and for a PyTorch loss that is not a mean over cells.
+        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'prediction', each (n, h, w) or
+        (n, ...), and 'volume' (n,), whether a picture is the middle slice of a volume. Empty for samples that are not
+        images or volumes, and for a PyTorch loss that is not a mean over cells.
     """
     if len(model.whole_model.input.extent) not in (2, 3) or not len(split):
         return {}
@@ -112,7 +112,7 @@ def _sample_pictures(
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
     maps = {
         name: _assemble_middle_slices(grid, own_samples.start, box, extent, cells, max_extent)
-        for name, cells in (("label", label), ("said", prediction))
+        for name, cells in (("label", label), ("prediction", prediction))
     }
     return {"image": scale_to_uint8(pixels), **maps}
 

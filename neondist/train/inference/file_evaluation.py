@@ -269,7 +269,7 @@ class _Thumbnail:
         is_drawable = self.source is not None and len(self.extent) in (2, 3)
         self.pixel_step = subsampling_step(self.extent[-2:], MAX_PICTURE_EXTENT) if is_drawable else 0
         picture_shape = [-(-n // self.pixel_step) for n in self.extent[-2:]] if self.pixel_step else []
-        self.label_and_prediction_maps = {name: np.zeros(picture_shape) for name in ("label", "said")}
+        self.label_and_prediction_maps = {name: np.zeros(picture_shape) for name in ("label", "prediction")}
         self.image = np.zeros((*picture_shape, 1 if self.source is None else self.source.shape[-1]))
         self.has_classes = False
 
@@ -288,7 +288,7 @@ class _Thumbnail:
         own_part = tuple(slice(0, cut.stop - cut.start) for cut in own)
         self.has_classes = targets.ndim < y.ndim
         prediction = y.argmax(-1) if self.has_classes else y[..., 0]
-        for name, cells in (("said", prediction), ("label", targets if self.has_classes else targets[..., 0])):
+        for name, cells in (("prediction", prediction), ("label", targets if self.has_classes else targets[..., 0])):
             self.label_and_prediction_maps[name][rows, columns] = cells[own_part][index]
         region = (*self.method.images.sample_slices(range(0, 1)), *own, slice(0, self.image.shape[-1]))
         self.image[rows, columns] = self.source.read(region).reshape(*(cut.stop - cut.start for cut in own), -1)[index]

@@ -253,7 +253,7 @@ def test_losses_of_single_samples(folder, tmp_path):
         with np.load(output / "worst.npz") as worst:
             assert worst["sample"].tolist() == np.argsort(-losses).tolist()
             np.testing.assert_allclose(worst["loss"], sorted(losses)[::-1], rtol=1e-8)
-            assert worst["said"].shape == worst["image"].shape[:-1] == (2, 12, 8)
+            assert worst["prediction"].shape == worst["image"].shape[:-1] == (2, 12, 8)
 
 
 def predict_on(ranks, folder, target, make=make_experiment, **options):
