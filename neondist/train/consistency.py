@@ -39,7 +39,7 @@ def check_same_data_on_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
     Raises
     ------
     ConfigError
-        On every rank, if samples differ, or two replicas have different cells in a tile.
+        On every rank, if sizes, normalisation, labels or contents differ, or the cells of a tile between replicas.
     """
     check_same_lines_on_ranks(grid.world, dataset.properties_equal_on_all_ranks())
     if grid.replicas > 1:

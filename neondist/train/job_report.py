@@ -20,7 +20,7 @@ _MAX_TABLE_ROWS = 1000
 
 
 def server_job_html(folder: Path, records: Sequence[EpochRecord]) -> list[str]:
-    """Return the workers, tasks, versions of servers and throughput of each epoch, and the last state of the job.
+    """Return the workers, tasks, server versions and throughput of each epoch, and the last state of the job.
 
     Empty if the run has no servers.
     """

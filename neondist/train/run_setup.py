@@ -43,7 +43,7 @@ def start_messages(experiment: Experiment, plan: Plan) -> Iterator[str]:
 def connect_to_servers(
     experiment: Experiment, run: TrainState, grid: ProcessGrid, worker: AsyncWorkerSpec | None, resume: bool | str
 ) -> ServerUpdate | None:
-    """Return a worker's connection to its servers; without servers, resume at the number of updates by earlier ones."""
+    """Return a worker's connection to its servers; without servers, count the updates of an earlier run's servers."""
     model, updates = experiment.model, run.server_updates
     if worker is None or experiment.server_strategy is None:
         if updates is not None:  # the checkpoint is of a run with servers
@@ -63,12 +63,7 @@ def connect_to_servers(
 
 
 def write_initial_files(
-    experiment: Experiment,
-    grid: ProcessGrid,
-    folder: Path,
-    resume: bool,
-    yaml_text: str | None,
-    under_supervisor: bool,
+    experiment: Experiment, grid: ProcessGrid, folder: Path, resume: bool, yaml_text: str | None, under_supervisor: bool
 ) -> None:
     """Remove leftovers from the folder and write the files that are known before training.
 

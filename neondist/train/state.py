@@ -36,10 +36,10 @@ RESERVED_METRIC_NAMES = {
 class EpochRecord(dict[str, Any]):
     """One epoch's numbers by name.
 
-    epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
-    test_error where there is a test split; further metrics of the test split by their names, of the validation split as
-    validation_NAME, numbers or lists of them; seconds, samples_per_second, bytes_sent, bytes_summed; with precision
-    float16, the current loss_scale and skipped_steps, the number of steps whose gradients overflowed.
+    The names are epoch, step and train_loss; validation_loss and validation_error if there is a validation split;
+    test_loss and test_error if there is a test split; NAME or validation_NAME for other metrics of the test or the
+    validation split, which may be lists; seconds, samples_per_second, bytes_sent and bytes_summed; and, with precision
+    float16, the current loss_scale, and skipped_steps, the number of steps whose gradients overflowed.
     """
 
     @property

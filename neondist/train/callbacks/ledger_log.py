@@ -22,11 +22,11 @@ class LedgerLog(Hook):
     """Write, on rank 0, one JSON object per line for each epoch, pass, kind, layer, direction, sender and receiver.
 
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
-    messages, bytes. Messages of kind 'halo', and 'redistribution' for parts of redistributed vectors, are sent to the
-    rank `peer`. A 'sum' is reduced over a group of ranks: `peer` is 'world' (all), 'tiles' (of one replica) or
-    'replicas' (the same tile in all replicas). Its bytes are the size of the rank's array, although the MPI library may
-    send more (a ring of P ranks, 2 (P - 1) / P times as many). For sums over the whole model, `layer` is 'gradients' or
-    'loss'.
+    messages, bytes. The kinds 'halo', 'redistribution' (part of a redistributed array) and, in PyTorch modules, 'ring'
+    (keys and values of ring attention) are messages to the rank `peer`. A 'sum' is reduced over a group of ranks:
+    `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same tile in all replicas). Its bytes are the
+    size of the rank's array, even if the MPI library sends more (a ring of P ranks, 2 (P - 1) / P times as many). For
+    sums over the whole model, `layer` is 'gradients' or 'loss'.
 
     The training bytes of an epoch add up to `bytes_sent` (halos) and `bytes_summed` (all others) in metrics.jsonl. For
     a resumed epoch, the ledger has only the bytes since the run was resumed.

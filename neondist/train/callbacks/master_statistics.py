@@ -17,7 +17,7 @@ JOB_STATISTICS_KEY = "job"
 
 
 class JobStatisticsHook(Hook):
-    """Query the master after each epoch for workers, tasks, versions of servers, throughput and loss of the job.
+    """Query the master after each epoch for the workers, tasks, server versions, throughput and loss of the job.
 
     The other numbers of the record are those of the worker that writes it, except for the training loss if that worker
     has trained no minibatch of the epoch. The hook does not wait for a restarting master.
@@ -44,11 +44,7 @@ class JobStatisticsHook(Hook):
 
         try:
             with ServiceClient(
-                self._worker_spec.master,
-                "Recovery",
-                self._worker_spec.token,
-                timeout=10.0,
-                retry_seconds=1.0,
+                self._worker_spec.master, "Recovery", self._worker_spec.token, timeout=10.0, retry_seconds=1.0
             ) as rpc:
                 return dict(rpc.call("statistics", {"epoch": epoch}).mapping("statistics"))
         except ServiceError:

@@ -18,8 +18,8 @@ class StopOnSignal(Hook):
     """Stop the run on all ranks after the current step, with a checkpoint, on SIGTERM or SIGUSR1 on any rank.
 
     The ranks agree on a stop in the gradient reduction of each step, and, for signals received earlier, before the
-    first step of a run or of a pretraining stage. Signals during the checkpoint are ignored. Signals can be caught only
-    in the main thread of a process.
+    first step of a run or of a pretraining stage. Signals received while the checkpoint is written are ignored. Signals
+    can be caught only in the main thread of a process.
 
     Parameters
     ----------
