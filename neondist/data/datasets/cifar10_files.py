@@ -1,4 +1,4 @@
-"""Location of the CIFAR-10 batches: a folder, or their archive."""
+"""Files of the CIFAR-10 batches, in a folder or in their archive."""
 
 from __future__ import annotations
 

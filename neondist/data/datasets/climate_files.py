@@ -57,7 +57,7 @@ class ClimateFiles(Dataset):
         Value substituted for missing cells, in the units of the file. Default: missing cells are an error.
     validation, test : float, int or str, optional
         Fraction or number of samples of these splits, or a date such as '2018-01-01', from which targets belong to the
-        split: test has the latest samples, validation those before, training the earliest.
+        split. The latest samples are for testing, the ones before for validation, and the earliest for training.
     ahead : bool
         Prefetch the next batch in a thread.
     cache : int or str

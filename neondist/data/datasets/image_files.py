@@ -16,15 +16,7 @@ from ...io.hdf5 import checksum
 from ...registry.ranges import Count, Finite, Positive
 from ...system.memory import parse_bytes
 from ...terminal.console import counted
-from ..base import (
-    SPLITS,
-    Dataset,
-    Split,
-    count_held_out,
-    count_named_classes,
-    require_fraction_or_count,
-    tile_slices,
-)
+from ..base import SPLITS, Dataset, Split, count_held_out, count_named_classes, require_fraction_or_count, tile_slices
 from .image_crops import CropSplit, RandomCropPositions, RandomCropTileReader
 from .image_lists import (
     ImageEntry,
@@ -85,7 +77,7 @@ class ImageFiles(Dataset):
     fill : float, optional
         Value substituted for NaN, in the units of the file. Default: NaN is an error.
     seed : int
-        Seed of the positions of crops and of the choice of validation images.
+        Seed of the positions of crops and of the choice of validation and test images.
     validation, test : float, int, str or mapping, optional
         Fraction or number of the images to draw once and hold out for this split; or other files, as a pattern of
         images or {images: PATTERN, labels: ...}, by default labelled like the training images; or another table of the
@@ -300,7 +292,7 @@ class ImageFiles(Dataset):
 def _files_of_split(
     split: str, option: str | Mapping[str, str | Sequence[str]], labels: str
 ) -> Mapping[str, str | Sequence[str]]:
-    """Return the patterns of a split's images and labels; without the former, a table selects from the images."""
+    """Return the patterns of a split's images and labels; without images, a table selects from the training files."""
     if isinstance(option, str):
         option = {"labels": option} if option.lower().endswith(".csv") else {"images": option}
     is_table = str(option.get("labels", "")).lower().endswith(".csv")

@@ -138,8 +138,7 @@ class RecordIORecords(RecordReader):
 
     def _bad_record(self, number: int, problem: str) -> BadRecordError:
         return BadRecordError(
-            number,
-            f"{self.path}: record {number}: {problem}, or skip such records with --skip-bad-records",
+            number, f"{self.path}: record {number}: {problem}, or skip such records with --skip-bad-records"
         )
 
     def _index_chunks(self) -> list[tuple[int, int]]:
