@@ -49,15 +49,7 @@ class Adam(Optimizer):
         """Set beta1."""
         self.beta1 = momentum
 
-    def apply(
-        self,
-        params: Any,
-        grads: Any,
-        slots: dict[str, Any],
-        scratch: Any,
-        rate: float,
-        step: int,
-    ) -> None:
+    def apply(self, params: Any, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> None:
         """Update one block in place by the bias-corrected mean over the bias-corrected root mean square."""
         params -= self.compute_update(grads, slots, scratch, rate, step)
 
@@ -125,15 +117,7 @@ class LAMB(Adam):
     ) -> None:
         super().__init__(learning_rate, eps=eps, weight_decay=weight_decay, **kwargs)
 
-    def apply(
-        self,
-        params: Any,
-        grads: Any,
-        slots: dict[str, Any],
-        scratch: Any,
-        rate: float,
-        step: int,
-    ) -> None:
+    def apply(self, params: Any, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> None:
         """Replace the gradients by Adam's update without the learning rate."""
         grads[...] = self.compute_update(grads, slots, scratch, 1.0, step)
 

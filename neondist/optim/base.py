@@ -169,15 +169,7 @@ class Optimizer(ScheduledOptimizer, Registered, ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def apply(
-        self,
-        params: Any,
-        grads: Any,
-        slots: dict[str, Any],
-        scratch: Any,
-        rate: float,
-        step: int,
-    ) -> None:
+    def apply(self, params: Any, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> None:
         """Update one block of `params` and `slots` in place; `grads` already include an L2 penalty.
 
         All arrays are 1-D and equally long; `grads` and `scratch` may be overwritten. `rate` is the scaled learning

@@ -10,7 +10,7 @@ from .base import Optimizer, update_running_mean
 
 
 class RMSprop(Optimizer):
-    """Steps along gradients divided by their running root mean square (Hinton 2012), as `torch.optim.RMSprop` does.
+    """RMSprop (Hinton 2012): gradients are divided by their running root mean square, as in `torch.optim.RMSprop`.
 
     Parameters
     ----------
@@ -47,15 +47,7 @@ class RMSprop(Optimizer):
         """Set the momentum."""
         self.momentum = momentum
 
-    def apply(
-        self,
-        params: Any,
-        grads: Any,
-        slots: dict[str, Any],
-        scratch: Any,
-        rate: float,
-        step: int,
-    ) -> None:
+    def apply(self, params: Any, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> None:
         """Update one block in place."""
         xp, square = namespace(params), slots["square"]
         square *= self.alpha

@@ -31,12 +31,7 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self,
-        learning_rate: NotNegative = 0.01,
-        *,
-        momentum: UnitInterval = 0.0,
-        nesterov: bool = False,
-        **kwargs: Any,
+        self, learning_rate: NotNegative = 0.01, *, momentum: UnitInterval = 0.0, nesterov: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(learning_rate, **kwargs)
         self.momentum, self.nesterov = float(momentum), bool(nesterov)
@@ -49,15 +44,7 @@ class SGD(Optimizer):
         """Set the momentum."""
         self.momentum = momentum
 
-    def apply(
-        self,
-        params: Any,
-        grads: Any,
-        slots: dict[str, Any],
-        scratch: Any,
-        rate: float,
-        step: int,
-    ) -> None:
+    def apply(self, params: Any, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> None:
         """Update one block in place: buf = momentum * buf + grad; p -= rate * buf."""
         xp, direction = namespace(params), grads
         if self.momentum:
