@@ -33,8 +33,8 @@ class Metric(Registered, ABC):
 
         `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays with the shape
         of `y`: one-hot vectors or real values. The metric is the sum divided by the count, each summed over all ranks
-        and batches; a sum of NaN means that the metric does not fit the targets. Arrays may be empty. A metric that
-        overrides `result` may return any fixed number of sums.
+        and batches; a sum of NaN means that the metric does not apply to the targets. Arrays may be empty. A metric
+        that overrides `result` may return any fixed number of sums.
         """
 
     def result(self, sums: np.ndarray) -> dict[str, MetricValue]:

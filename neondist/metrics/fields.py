@@ -56,7 +56,7 @@ class PerChannelMetric(Metric):
         return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError if outputs of this global shape are not fields (*spatial, C), or if weights do not fit."""
+        """Raise UserError if outputs of this global shape are not fields (*spatial, C), or do not match the weights."""
         if len(y_shape) < 2:
             raise ShapeError(
                 f"{type(self).__name__} compares fields, but the last layer returns a vector; leave the metric out"
@@ -194,7 +194,7 @@ class ACC(PerChannelMetric):
         return np.asarray(sums[0] / np.sqrt(sums[1] * sums[2]))
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError unless weights fit, and there is a climatology of the outputs' extent."""
+        """Raise UserError unless the weights and a climatology match the outputs."""
         super().check_field_metadata(y_shape, fields)
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave ACC out")
