@@ -11,7 +11,7 @@ from .layout import declared_with
 
 
 class ActivationLayer(Layer):
-    """Applies `activation` to every cell: input and output (N, *spatial, C) per tile."""
+    """Activation function of every cell; input and output (N, *spatial, C) per tile."""
 
     saves_input = saves_output = False
     saved_bytes_and_elements = (0, 0)

@@ -226,7 +226,7 @@ class Layer(LayerDescription):
         Whether, with `ctx.applies_input_relu_gradient`, `backward` zeroes the gradient where the input is not positive.
         Set in the class that defines `forward` and `backward`.
     in_place : bool
-        Whether `ctx.out` may be the memory of the view in `backward`. Set in the class that defines `backward`.
+        Whether `ctx.out` may share memory with the view in `backward`. Set in the class that defines `backward`.
     can_recompute_output : bool
         Whether `recompute_output` can recompute the output of `forward` from saved arrays. Set in the class that
         defines `forward`.

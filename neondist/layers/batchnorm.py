@@ -16,7 +16,7 @@ from .reduction import Reduction
 
 
 class BatchNormLayer(NormLayer):
-    """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
+    """Normalisation of each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
     In training, mean and variance are computed over the whole batch, on all tiles and replicas, weighted by their cell
     counts; moments of ranks are combined without cancellation. A batch with a single value per channel is rejected.

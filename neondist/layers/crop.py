@@ -14,7 +14,7 @@ from .context import StepContext
 
 
 class PadLayer(Layer):
-    """Adds `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C) per tile.
+    """Padding of the image by `padding` cells: (N, *spatial, C) to (N, *spatial + padding, C) per tile.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class PadLayerDist(Dist, PadLayer):
 
 
 class CropLayer(PadLayer):
-    """Removes `cropping` cells from the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C) per tile.
+    """Cropping of the image by `cropping` cells: (N, *spatial, C) to (N, *spatial - cropping, C) per tile.
 
     Parameters
     ----------

@@ -10,10 +10,10 @@ from .context import StepContext
 
 
 class DropoutLayer(Layer):
-    """Zeroes cells with probability `rate` in training; scales the others by 1 / (1 - rate) (Srivastava et al. 2014).
+    """Dropout of cells with probability `rate` in training (Srivastava et al. 2014).
 
-    The mask is a function of seed, layer, step and the cell's GLOBAL index, so it is the same on every grid. Input and
-    output (N, *spatial, C) per tile.
+    Other cells are scaled by 1 / (1 - rate). The mask is a function of seed, layer, step and the cell's global index,
+    so it is the same on every grid. Input and output (N, *spatial, C) per tile.
     """
 
     saves_input = saves_output = False

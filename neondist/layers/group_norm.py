@@ -113,7 +113,7 @@ class SampleNormLayer(NormLayer):
 
 
 class GroupNormLayer(SampleNormLayer):
-    """Normalises each group of consecutive channels of each sample over all its cells (Wu and He 2018).
+    """Normalisation of each group of consecutive channels of a sample over all its cells (Wu and He 2018).
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class GroupNormLayer(SampleNormLayer):
 
 
 class InstanceNormLayer(SampleNormLayer):
-    """Normalises each channel of each sample over all its cells (Ulyanov et al. 2016); there are no running statistics.
+    """Normalisation of each channel of a sample over all its cells, without running statistics (Ulyanov et al. 2016).
 
     Parameters
     ----------

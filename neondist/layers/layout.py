@@ -116,9 +116,9 @@ class Parameter:
 
     `layout` determines the part that each rank stores: Replicate, the whole array; Tiled, the part of its output tile;
     Shard, the part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and
-    initial values of whole arrays do not depend on the layout. `decays`: whether weight decay without `decay_all`
-    applies; None: if there are several axes, as biases and scales have one. `max_rows_per_sample`: largest number of
-    rows (first axis) that a sample changes, if few: nonzero rows of gradients are sent with their ids; 0: dense.
+    initial values of whole arrays do not depend on the layout. `decays` is whether weight decay applies without
+    `decay_all`; None: if there are several axes, since biases and scales have one. `max_rows_per_sample` is the largest
+    number of rows (first axis) that a sample changes; only nonzero rows of gradients are then sent. 0: dense gradients.
     """
 
     shape: Shape

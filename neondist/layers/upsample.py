@@ -17,7 +17,7 @@ INTERPOLATION_MODES = ("nearest", "bilinear")
 
 
 class UpsampleLayer(Layer):
-    """Upsamples every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C) per tile.
+    """Upsampling of every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C) per tile.
 
     Equivalent to torch.nn.Upsample with align_corners=False.
 
