@@ -50,7 +50,7 @@ html_copy_source = False
 
 
 class Public(SphinxDirective):
-    """All public classes below a base, so that a new one is documented at once: {public} Layer."""
+    """All public subclasses of a base class, so that new classes are documented automatically: {public} Layer."""
 
     required_arguments = 1
 
@@ -69,7 +69,7 @@ class Public(SphinxDirective):
 
 
 class TorchTable(SphinxDirective):
-    """A table of operators, made from the rules: {torch-operators} has all, {torch-layers} those that become layers."""
+    """Table of operators, from the rules: {torch-operators} lists all, {torch-layers} those converted to layers."""
 
     def run(self):
         section = nodes.section()
@@ -107,7 +107,7 @@ def operator_table(titles, rows):
 
 
 def escape_stars(app, what, name, obj, options, lines):
-    """Shapes such as (N, *spatial, C) are not the beginning of emphasis."""
+    """Escape the stars in shapes such as (N, *spatial, C), which would begin emphasis."""
     for at, line in enumerate(lines):
         lines[at] = re.sub(r"(?<![\\*`\w])\*(?=\w)", r"\\*", line)
 

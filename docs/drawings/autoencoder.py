@@ -1,4 +1,4 @@
-"""The tied autoencoder across a seam: what travels in a pretraining step."""
+"""A tied autoencoder across a seam: communication in a pretraining step."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 
@@ -12,9 +12,9 @@ def draw() -> Picture:
     cells, window = Partition((12,), (2,)), Window(kernel=4, stride=2, padding=0, ndim=1)
     units = Partition(window.output_extent((12,)), (2,))
     plans = [HaloPlan.of(cells, window, rank) for rank in range(2)]
-    picture = Picture(840, 470, "The tied autoencoder across a seam")
+    picture = Picture(840, 470, "A tied autoencoder across a seam")
     picture.heading(
-        30, "A step of pretraining on two ranks", "Filters of four cells, stride 2; every unit has its own."
+        30, "A pretraining step on two ranks", "Filters of four cells, stride 2; each unit has its own filter."
     )
     for name, y, words in (
         ("x", ROWS["x"], "input x"),
@@ -41,15 +41,15 @@ def draw() -> Picture:
             picture.cell(_unit(o), ROWS["z"], CELL, f"z{_sub(o)}", FILLS[rank], LINES[rank], 1.5)
         (lo, hi), (first, last) = _range(cells.box(rank)), _range(units.box(rank))
         picture.text((_x(lo) + _x(hi)) / 2, ROWS["x"] - 12, f"rank {rank}", 13, LINES[rank], "middle", bold=True)
-        weights = f"keeps the filters of z{_sub(first)} to z{_sub(last - 1)}"
+        weights = f"stores the filters of z{_sub(first)} to z{_sub(last - 1)}"
         picture.note((_x(lo) + _x(hi)) / 2, ROWS["r"] + CELL + 20, weights, "middle")
     halo = max(plan.halo_volume for plan in plans)
     picture.note(
         30,
         430,
-        f"Dashed: across the seam. Above, {halo} cells of x come as a halo; below, their parts of Wᵀ z return and",
+        f"Dashed lines cross the seam. Above, {halo} cells of x are received as a halo; below, their contributions to Wᵀ z",
     )
-    picture.note(30, 448, "are added (the adjoint of the view). The residual Wᵀ z − x then comes as a halo once more.")
+    picture.note(30, 448, "are returned and added (the adjoint of the view). Then the halo of Wᵀ z − x is exchanged.")
     return picture
 
 

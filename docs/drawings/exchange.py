@@ -1,4 +1,4 @@
-"""fprop copies cells into the neighbour's halo; bprop sends the halo's gradient to their owner, who adds it."""
+"""fprop copies cells into halos of neighbours; bprop sends halo gradients to the owners, which add them."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 
@@ -15,7 +15,7 @@ def draw() -> Picture:
 
 
 def _fprop(picture: Picture, top: int) -> None:
-    picture.text(30, top, "fprop: get_fprop_view(tile) copies", 14, bold=True)
+    picture.text(30, top, "fprop: get_fprop_view(tile) copies cells into views", 14, bold=True)
     own, view = top + 24, top + 134
     _label(picture, own, "tiles")
     _label(picture, view, "views")
@@ -34,7 +34,7 @@ def _fprop(picture: Picture, top: int) -> None:
 
 
 def _bprop(picture: Picture, top: int) -> None:
-    picture.text(30, top, "bprop: get_bprop_view(dview) adds, the same cells the other way", 14, bold=True)
+    picture.text(30, top, "bprop: get_bprop_view(dview) adds halo gradients to their owners' cells", 14, bold=True)
     view, own = top + 24, top + 134
     _label(picture, view, "dview")
     _label(picture, own, "dx")
@@ -55,7 +55,7 @@ def _bprop(picture: Picture, top: int) -> None:
     for i in range(8):
         words = {3: f"a{_sub(3)}+b{_sub(3)}", 4: f"a{_sub(4)}+b{_sub(4)}"}.get(i, f"{'ab'[i // 4]}{_sub(i)}")
         picture.cell(_own(i), own, CELL, words, FILLS[i // 4], LINES[i // 4], 1.5)
-    picture.note(_own(4), own + CELL + 22, "The gradient of the padding has nowhere to go and is dropped.", "middle")
+    picture.note(_own(4), own + CELL + 22, "The gradient of padding is discarded.", "middle")
 
 
 def _own(i: int) -> float:

@@ -1,11 +1,11 @@
-"""A fully connected layer over tiles: each rank multiplies its cells by their rows of the weights."""
+"""A fully connected layer over tiles: each rank multiplies its cells by the corresponding rows of the weights."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 
 from neondist.geometry import Partition
 
 SIDE, CELL, ROW, TOP = 4, 30, 17, 92
-UNDER = "The image is flattened row by row, so the rows of the weights that a tile needs are not contiguous."
+UNDER = "The image is flattened in row-major order, so the rows of the weights for a tile are not contiguous."
 
 
 def draw() -> Picture:
@@ -43,12 +43,12 @@ def draw() -> Picture:
     for k in range(3):
         picture.rect(622 + 34 * k, y, 34, 26, PALE_SUM, INK, 1.6)
     picture.text(673, y - 10, "y + bias", 13, INK, "middle", bold=True)
-    picture.note(680, y + 52, "one sum over the tiles;", "middle")
-    picture.note(680, y + 69, "whole on every rank", "middle")
+    picture.note(680, y + 52, "allreduce over the tiles;", "middle")
+    picture.note(680, y + 69, "replicated on every rank", "middle")
     picture.note(
         30,
         412,
-        "Summed over the ranks: 3 numbers a sample, whatever the size of the image. No tile is moved.",
+        "The allreduce sums 3 numbers per sample, regardless of the image size; tiles are not exchanged.",
     )
     return picture
 

@@ -1,4 +1,4 @@
-"""The idea in one picture: an image, its tiles with their halos on four ranks, and one process's numbers."""
+"""The idea in one picture: an image, its tiles with their halos on four ranks, and the results of one process."""
 
 from svg import FILLS, GREY, LINES, Picture
 
@@ -15,18 +15,18 @@ BLOBS = [
     (139, 158, 19),
     (183, 118, 11),
 ]
-"""x, y and radius: cells under a microscope, of which several lie on cuts"""
+"""x, y and radius of cells under a microscope, several of which cross tile borders"""
 CAPTIONS = [
     (24, "One image", "too large for one process"),
-    (306, "A tile for each MPI rank", "with a halo: cells that its neighbours own"),
-    (656, "The numbers of one process", "to rounding, on any number of ranks"),
+    (306, "One tile per MPI rank", "with a halo: cells owned by its neighbours"),
+    (656, "The results of one process", "up to rounding, on any number of ranks"),
 ]
 PROMISES = ["the same loss", "the same gradients", "the same trained weights"]
 
 
 def draw() -> Picture:
     partition = Partition((SIDE, SIDE), (2, 2))
-    picture = Picture(930, 364, "neondist: an image is cut into tiles, one per rank; ranks exchange borders")
+    picture = Picture(930, 364, "neondist: an image is partitioned into tiles, one per rank; ranks exchange halos")
     _crop(picture, "image", 24, TOP, (0, 0, SIDE, SIDE))
     for x, title, under in CAPTIONS:
         picture.text(x, 30, title, 16, bold=True)

@@ -12,9 +12,9 @@ LEFT, WIDE, HIGH, STEP = 60, 130, 44, 172
 
 
 def draw() -> Picture:
-    picture = Picture(790, 330, "What crosses ranks in a pass")
-    under = "Layers compute; the executor does what they have declared, and nothing else communicates in a pass."
-    picture.heading(30, "Steps of a pass, forward and back", under)
+    picture = Picture(790, 330, "Communication in a pass")
+    under = "Layers only compute; the executor performs all communication of a pass, as declared by the layers."
+    picture.heading(30, "Steps of a pass, forward and backward", under)
     for at, (name, kind, crossing, colour) in enumerate(STEPS):
         x = LEFT + at * STEP
         picture.rect(x, 120, WIDE, HIGH, FILLS[colour], LINES[colour], 1.5, round=6)
@@ -31,9 +31,7 @@ def draw() -> Picture:
     picture.text(LEFT + 3 * STEP + WIDE + 10, 140, "y", 14, INK)
     picture.text(LEFT + 3 * STEP + WIDE + 10, 157, "dy", 14, INK)
     picture.note(
-        30, 286, "ctx holds what a step keeps for the backward pass: one per step and pass, so passes may interleave."
+        30, 286, "ctx stores arrays for the backward pass; each pass has its own, so passes may be interleaved."
     )
-    picture.note(
-        30, 306, "Views and gradients lie in an arena; which of them share memory follows from when they live."
-    )
+    picture.note(30, 306, "Views and gradients are allocated in an arena; arrays with disjoint lifetimes share memory.")
     return picture

@@ -1,11 +1,11 @@
-"""Replicas x tiles: who shares a sample, and who holds the same tile of other samples."""
+"""Replicas x tiles: ranks that share a sample, and ranks that hold the same tile of other samples."""
 
 from svg import FILLS, INK, LINES, Picture
 
 from neondist.geometry import GridShape, part_range
 
 SIDE, TOP = 210, 104
-UNDER = "Ranks of one replica share each of their samples; replicas share the batch."
+UNDER = "The ranks of a replica share each of its samples; the batch is divided among the replicas."
 
 
 def draw() -> Picture:
@@ -37,18 +37,18 @@ def draw() -> Picture:
     _both(picture, lefts[0] + SIDE + 24, y, lefts[1] - 6, y)
     picture.note((lefts[0] + SIDE + lefts[1]) / 2 + 10, y - 8, "same tile", "middle")
     notes = [
-        ("grid.tile_comm", "ranks of one replica: halos, diagonal ones too; sums of FC and global pooling layers"),
-        ("grid.replica_comm", "ranks that hold the same tile, one of each replica"),
-        ("grid.world", "all ranks: gradients, in one sum over tiles and replicas; batch norm statistics"),
+        ("grid.tile_comm", "ranks of one replica: halos (also diagonal), sums of FC and global pooling layers"),
+        ("grid.replica_comm", "ranks that hold the same tile, one per replica"),
+        ("grid.world", "all ranks: gradients, in one allreduce over tiles and replicas; batch norm statistics"),
     ]
     for at, (name, words) in enumerate(notes):
         picture.text(30, TOP + SIDE + 62 + 24 * at, name, 13, INK, bold=True)
-        picture.text(165, TOP + SIDE + 62 + 24 * at, words, 13)
+        picture.text(178, TOP + SIDE + 62 + 24 * at, words, 13)
     return picture
 
 
 def _both(picture: Picture, x1, y1, x2, y2) -> None:
-    """An arrow with two heads."""
+    """A double-headed arrow."""
     mx, my = (x1 + x2) / 2, (y1 + y2) / 2
     picture.line(mx, my, x1, y1, INK, 1.4, arrow=True)
     picture.line(mx, my, x2, y2, INK, 1.4, arrow=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 INK, GREY, PALE = "#222222", "#777777", "#eeeeee"
-# fill and line of each rank: tints that stay apart in print and for colour-blind readers
+# fill and line of each rank: tints that remain distinguishable in print and for colour-blind readers
 FILLS = ["#cfe3f5", "#fbe0c4", "#cfeadb", "#f3d3e4", "#fdf2bf", "#ddd6f0"]
 LINES = ["#0072b2", "#d55e00", "#009e73", "#b0417f", "#a98600", "#5b4ba0"]
 FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
@@ -45,7 +45,7 @@ class Picture:
         )
 
     def clip(self, name, x, y, w, h) -> None:
-        """A rectangle that later shapes may be clipped to, by its name."""
+        """A named rectangle to which later shapes may be clipped."""
         self.parts.append(
             f'<clipPath id="{name}"><rect x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}"/></clipPath>'
         )
@@ -63,17 +63,17 @@ class Picture:
         )
 
     def heading(self, x, title, under="") -> None:
-        """What the picture shows, and a line of explanation."""
+        """Title of the picture, and a line of explanation."""
         self.text(x, 30, title, 15, bold=True)
         if under:
             self.text(x, 50, under, 13, GREY)
 
     def note(self, x, y, words, anchor="start", size=12) -> None:
-        """A small grey remark."""
+        """A small grey note."""
         self.text(x, y, words, size, GREY, anchor)
 
     def cell(self, x, y, size, words="", fill="#ffffff", stroke=GREY, width=1.0, colour=INK, hatch=False) -> None:
-        """A square cell with a word in its middle."""
+        """A square cell with centred text."""
         self.rect(x, y, size, size, fill, stroke, width)
         if hatch:
             self.rect(x, y, size, size, "url(#hatch)")

@@ -1,4 +1,4 @@
-"""An image cut into uneven tiles, and the view of one of them: own cells, halo by owner, padding."""
+"""An image partitioned into uneven tiles, and the view of one of them: own cells, halo by owner, padding."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 
@@ -6,7 +6,7 @@ from neondist.geometry import HaloPlan, Partition, Window
 
 EXTENT, PARTS, CELL, LEFT, TOP = (10, 16), (2, 3), 26, 46, 92
 SHOWN = 1
-UNDER = "Tiles may be uneven: 16 columns over 3 ranks are 6 + 5 + 5."
+UNDER = "Tiles may be uneven: 16 columns on 3 ranks are divided into 6 + 5 + 5."
 
 
 def draw() -> Picture:
@@ -28,7 +28,7 @@ def draw() -> Picture:
     _frame(picture, plan.own, LINES[SHOWN], 3)
     for rank, box in enumerate(partition.boxes()):
         (top, left), (bottom, right) = box.lo, box.hi
-        if right <= plan.own.lo[1]:  # a name stands beside the view, not across its edge
+        if right <= plan.own.lo[1]:  # place the label beside the view, not across its edge
             right = plan.need.lo[1]
         if left >= plan.own.hi[1]:
             left = plan.need.hi[1]
@@ -44,7 +44,7 @@ def _legend(picture: Picture, plan: HaloPlan) -> None:
     lines = [
         (FILLS[SHOWN], LINES[SHOWN], f"own: {plan.own.shape[0]} × {plan.own.shape[1]} cells"),
         ("none", INK, f"view: {rows} × {cols} cells"),
-        ("url(#hatch)", GREY, "padding, made here"),
+        ("url(#hatch)", GREY, "padding, created locally"),
     ]
     for fill, stroke, words in lines:
         picture.rect(x, y - 13, 18, 18, fill, stroke, 2)
@@ -55,9 +55,9 @@ def _legend(picture: Picture, plan: HaloPlan) -> None:
         picture.rect(x, y - 13, 18, 18, LINES[piece.peer], LINES[piece.peer], 2, opacity=0.28)
         picture.text(x + 28, y + 1, f"halo from rank {piece.peer}: {h} × {w}")
         y += 30
-    picture.note(x, y + 6, f"{plan.halo_volume} cells come from other ranks;")
-    picture.note(x, y + 23, "corners come straight from")
-    picture.note(x, y + 40, "the diagonal ranks.")
+    picture.note(x, y + 6, f"{plan.halo_volume} cells are received from other ranks;")
+    picture.note(x, y + 23, "corners are received directly")
+    picture.note(x, y + 40, "from diagonal neighbours.")
 
 
 def _cells(picture: Picture, box, fill) -> None:

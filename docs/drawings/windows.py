@@ -1,11 +1,11 @@
-"""Cells that each tile needs when the stride is out of phase with the tiles."""
+"""Cells that each tile needs if the stride does not divide the tiles."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 
 from neondist.geometry import HaloPlan, Partition, Window
 
 CELL, LEFT = 50, 132
-UNDER = "window.needs(out) = [lo·s − p, (hi − 1)·s − p + k): output cells decide what a rank needs."
+UNDER = "window.needs(out) = [lo·s − p, (hi − 1)·s − p + k): the output cells determine the input cells."
 
 
 def draw() -> Picture:
@@ -47,7 +47,7 @@ def draw() -> Picture:
                 picture.text(_x(i) + CELL / 2, y + 14, "halo", 11, INK, "middle")
         words = f"{plan.halo_volume} halo cells" if plan.halo_volume else "no halo"
         picture.text(_x(10) + 12, y + 15, words, 13, GREY)
-    picture.note(30, 404, "Exchanging k // 2 cells on every side would send four cells; two are needed.")
+    picture.note(30, 404, "Exchanging k // 2 cells on each side would send four cells; only two are needed.")
     return picture
 
 
