@@ -221,7 +221,7 @@ def plot_error_over_bytes(rows: Sequence[Row], file: Path) -> None:
         axes.set_title(f"{counted(tiles, 'tile')}")
     figure.supxlabel("halo data per training step on all ranks, kB", fontsize=10)
     figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
-    figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
+    figure.suptitle("Border schemes: exact (circles), approximate (squares), Pareto front (line)", fontsize=11)
     write_figure(file, figure, dpi=90)
 
 
