@@ -16,11 +16,7 @@ def draw() -> Picture:
     picture.heading(
         30, "A pretraining step on two ranks", "Filters of four cells, stride 2; each unit has its own filter."
     )
-    for name, y, words in (
-        ("x", ROWS["x"], "input x"),
-        ("z", ROWS["z"], "z = W x"),
-        ("r", ROWS["r"], "Wᵀ z"),
-    ):
+    for name, y, words in (("x", ROWS["x"], "input x"), ("z", ROWS["z"], "z = W x"), ("r", ROWS["r"], "Wᵀ z")):
         picture.text(30, y + CELL / 2 + 5, words, 14, INK, italic=name == "z")
     seam = _x(_range(cells.box(0))[1])
     picture.line(seam, ROWS["x"] - 26, seam, ROWS["r"] + CELL + 30, INK, 1.2, "2 4")

@@ -46,9 +46,7 @@ def draw() -> Picture:
     picture.note(680, y + 52, "allreduce over the tiles;", "middle")
     picture.note(680, y + 69, "replicated on every rank", "middle")
     picture.note(
-        30,
-        412,
-        "The allreduce sums 3 numbers per sample, regardless of the image size; tiles are not exchanged.",
+        30, 412, "The allreduce sums 3 numbers per sample, regardless of the image size; tiles are not exchanged."
     )
     return picture
 
