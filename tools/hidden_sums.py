@@ -23,11 +23,7 @@ from neondist.comm import ReduceOp, Request, Transport
 from neondist.layers import ConvLayerDist, FCLayerDist, GlobalAvgPoolingLayerDist, MaxPoolingLayerDist, ReLU
 
 NETWORKS: dict[str, tuple[tuple[int, ...], int, Callable[[], list]]] = {
-    "even": (
-        (32, 32, 128),
-        4,
-        lambda: [*(_conv(128) for _ in range(8)), GlobalAvgPoolingLayerDist(), FCLayerDist(10)],
-    ),
+    "even": ((32, 32, 128), 4, lambda: [*(_conv(128) for _ in range(8)), GlobalAvgPoolingLayerDist(), FCLayerDist(10)]),
     "pyramid": (
         (64, 64, 3),
         4,

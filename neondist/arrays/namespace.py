@@ -50,14 +50,6 @@ class HostStagingBuffer:
     """Host buffer for the values of a device array that are exchanged between ranks.
 
     For CuPy it is pinned memory with its own stream, so that copies overlap with computation on the device.
-
-    Parameters
-    ----------
-    array : device array
-
-    Attributes
-    ----------
-    host : np.ndarray
     """
 
     def __init__(self, array: Any) -> None:

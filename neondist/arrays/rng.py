@@ -95,9 +95,8 @@ def row_major_indices(shape: Sequence[int], slices: Sequence[slice], xp: Any = n
 
 
 def _random_bits(stream: int, index: Any) -> Any:
-    return _mix_bits_in_place((index + np.uint64(1)).reshape(-1) * _SPLITMIX_GAMMA + np.uint64(stream)).reshape(
-        index.shape
-    )
+    bits = (index + np.uint64(1)).reshape(-1) * _SPLITMIX_GAMMA + np.uint64(stream)
+    return _mix_bits_in_place(bits).reshape(index.shape)
 
 
 def _mix_bits_in_place(bits: Any) -> Any:

@@ -20,23 +20,15 @@ from .strategy import ParameterStrategy, Strategy
 
 @runtime_checkable
 class DeviceCounts(Protocol):
-    """Device counts of a job, as given by a resource spec.
-
-    Attributes
-    ----------
-    replicas : int
-        Data-parallel copies of the model.
-    servers : int
-        Devices that can own parameters.
-    """
+    """Device counts of a job, as given by a resource spec."""
 
     @property
     def replicas(self) -> int:
-        """Data-parallel copies."""
+        """Number of data-parallel copies of the model."""
 
     @property
     def servers(self) -> int:
-        """Devices that can own parameters."""
+        """Number of devices that can own parameters."""
 
 
 class StrategyBuilder(Registered, ABC):

@@ -24,11 +24,7 @@ class Parallax(StrategyBuilder):
     """
 
     def __init__(
-        self,
-        chunk_size: Count = 128,
-        local_proxy_variable: bool = False,
-        sync: bool = True,
-        staleness: Index = 0,
+        self, chunk_size: Count = 128, local_proxy_variable: bool = False, sync: bool = True, staleness: Index = 0
     ) -> None:
         self.dense_builder = AllReduce(chunk_size)
         self.sparse_builder = PSLoadBalancing(local_proxy_variable, sync, staleness)

@@ -28,7 +28,6 @@ def require_memory(
 
     Parameters
     ----------
-    needed_bytes : int
     subject, remedy : str
         The object that needs the memory, and the remedy: the beginning and the end of the message.
     get_free_bytes : callable, optional
