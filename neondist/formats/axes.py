@@ -1,4 +1,4 @@
-"""Axes of an array in a file: stored order and channels-last."""
+"""Axes of an array in a file, in stored order and channels-last."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Axes:
 
 
 def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
-    """Guess the axes of an array whose file does not name them; the last of three is C if its extent is at most 4.
+    """Guess the axes of an array whose file does not name them; the last of three axes is C if its extent is at most 4.
 
     Raises
     ------

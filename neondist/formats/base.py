@@ -21,7 +21,7 @@ from .axes import Axes, BoxLike, Cells, box_to_slices, relative_slices
 from .cache import ChunkCache
 from .conventions import AuxiliaryVariable
 
-MAX_CHUNK_BYTES = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
+MAX_CHUNK_BYTES = 1 << 30  # limit on bytes decoded at once; chunks usually have a few MiB
 AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
 """metadata with one value per axis, and their default values, which need not be stored"""
 

@@ -66,8 +66,8 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
         )
     if not (np.abs(fields.latitude) <= _MAX_LATITUDE).all():  # also rejects NaN
         raise DataError(
-            f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot"
-            " use; correct the coordinate, or give weights: 'FILE.nc:NAME'"
+            f"{fields.source}: weights: {COSINE} requires latitudes up to 90 degrees, but some are larger or missing;"
+            " correct the coordinate, or give weights: 'FILE.nc:NAME'"
         )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(

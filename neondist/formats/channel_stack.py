@@ -72,7 +72,7 @@ class ChannelStack(TileSource):
         return np.concatenate(channel_blocks, axis=-1, dtype=self.dtype)
 
     def chunks_of_box(self, box: BoxLike) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the source, the first cell and the decoded bytes of each chunk that contains cells of a box."""
+        """Yield (source number, first cell...), and the decoded bytes, of each chunk that contains cells of a box."""
         *cells, _ = box_to_slices(box, self.shape, self.path)
         for number, source in enumerate(self.sources):
             for first, nbytes in source.chunks_of_box([*cells, slice(0, source.shape[-1])]):

@@ -198,7 +198,7 @@ def _infer_axis(name: str, variable: VariableMetadata, ambiguity_error: Callable
     own_attributes = own.attributes if own is not None else {}
     declared = _letters_from_attributes(own_attributes) if own is not None and own.dimensions[:1] == (name,) else set()
     if len(declared) > 1:
-        raise ambiguity_error(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
+        raise ambiguity_error(f"the attributes of '{name}' imply {' and '.join(sorted(declared))}")
     listed_letters = _letters_from_listed_coordinates(name, variable) if name and not declared else set()
     if listed_letters >= _ROW_COLUMN_LETTERS:
         raise ambiguity_error(

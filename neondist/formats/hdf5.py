@@ -170,7 +170,7 @@ class HDF5Sink(InPlaceSink):
         properties.set_chunk(tuple(chunks))
         properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        properties.set_obj_track_times(False)  # the file depends only on its data
+        properties.set_obj_track_times(False)  # equal data must give equal files
         hdf5_type, dataspace = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
         return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), hdf5_type, dataspace, properties))
 

@@ -26,7 +26,7 @@ _SHORTEST_STEP = 25 * _DAY_SECONDS  # from two days after the middle of February
 
 @dataclass(frozen=True)
 class MonthStep:
-    """Constant number of calendar months between times at the same place in their months, or in longer periods.
+    """Time step of a constant number of calendar months; times have the same place in their months or longer periods.
 
     Attributes
     ----------

@@ -304,7 +304,7 @@ class NetCDFSink(HDF5Sink):
     def _write_coordinates(
         self, file: Any, variables: Sequence[AuxiliaryVariable], sizes: dict[str, int]
     ) -> dict[str, AuxiliaryVariable]:
-        """Write and return the variables that fit the dimensions `sizes`, to which their own dimensions are added."""
+        """Write and return the variables that fit the dimensions in `sizes`; add their other dimensions to `sizes`."""
         written = dict[str, AuxiliaryVariable]()
         for one in variables:
             if one.values is not None:

@@ -98,7 +98,7 @@ class NIfTISink(InPlaceSink):
             extents["T"] = extents.pop("N")
         if not {"Y", "X"} <= set(extents) <= set(_NIFTI_AXES):
             raise ConfigError(
-                f"{self.path}: NIfTI files have axes of {_NIFTI_AXES}, not '{self.axes}'; choose another format"
+                f"{self.path}: NIfTI files support only axes {_NIFTI_AXES}, not '{self.axes}'; choose another format"
             )
         nifti_shape = [extents.get(name, 1) for name in _NIFTI_AXES]
         while len(nifti_shape) > 3 and nifti_shape[-1] == 1:

@@ -18,11 +18,11 @@ from .base import TileSource, convert_read_errors
 from .in_place import CellLayout, InPlaceSink, read_cells_in_place
 
 _HEADER_LOCK = Lock()
-"""NumPy parses headers as Python, which is not thread-safe before CPython 3.11.8 and 3.12.2 (gh-106905)"""
+"""NumPy parses headers with `ast`, which is not thread-safe before CPython 3.11.8 and 3.12.2 (gh-106905)"""
 
 
 class NPYSource(TileSource):
-    """Array of a .npy file; axes that are not given are guessed from its shape."""
+    """Array of a .npy file; its axes, if not given, are guessed from its shape."""
 
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         with convert_read_errors(path):
