@@ -21,7 +21,7 @@ _ZSTD_MAGIC, _ZSTD_SKIPPABLE_MAGIC = 0xFD2FB528, 0x184D2A50
 
 
 def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) -> int | None:
-    """Return the size after decompression (for zstd without sizes, an upper bound), or any size above `limit`.
+    """Return the decompressed size (for zstd without sizes, an upper bound), or some size above `limit` if larger.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class ChunkCheck:
     name : str
         Name of the array, for messages.
     has_checksums : bool
-        Whether the cells are verified with checksums; if so, only the memory requirement is checked here.
+        Whether the cells have checksums; if so, decompressed sizes are checked here only where they may exceed 256 MiB.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class ChunkCheck:
             raise self._damage_error(offset, f"unpacks to {size_text} {self._chunk_bytes} bytes")
 
     def _decompressed_size(self, compressed: bytes, filter_mask: int) -> int | None:
-        """Return the decompressed size of a chunk, or any size above the limit; None if only HDF5 can determine it."""
+        """Return the decompressed size of a chunk, or some size above the limit; None if only HDF5 can determine it."""
         filters = [
             one for number, one in enumerate(self._filters) if not filter_mask >> number & 1 and one[0] != _SHUFFLE
         ]
