@@ -91,7 +91,7 @@ class Master(Service):
     def report_training_params(self, request: Message) -> Message:
         """Create the queue, or check that the parameters match; return the records per task and the lease.
 
-        A resumed job, for example, may extend a persistent queue by more epochs.
+        A resumed job, for example, may extend a persistent queue by further epochs.
         """
         parameters = {name: request.integer(name, int(name != "seed")) for name in _TRAINING_PARAMETER_NAMES}
         with self._lock:

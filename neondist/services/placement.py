@@ -39,7 +39,7 @@ class ServerPiece:
         Shape in which the part is a box: that of the parameter, or (size,) if the parameter is flattened.
     box : Box
     has_weight_decay : bool
-        Whether weight decay applies where biases are exempt.
+        Whether weight decay applies to the parameter if the optimiser exempts biases.
     """
 
     name: str

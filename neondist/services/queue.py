@@ -204,7 +204,7 @@ class TaskQueue:
         task_id : int
         ok : bool
         error : str, optional
-            Reason of the failure.
+            Reason for the failure.
         record : int, optional
             The record that failed. Default: the first unapplied record.
 

@@ -16,7 +16,7 @@ A service is a class with a name and methods:
             clock.call("add", {"a": 1, "b": 2}).number("sum")
 
 A method may raise `MessageError` for an invalid request, or any `UserError` to reject one: callers get a `ServiceError`
-with the same message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so
+with the same message. After a `ServiceUnavailableError`, callers retry. Each call runs in a thread of the host, so
 methods must protect shared state.
 """
 
@@ -87,7 +87,7 @@ ServiceMethod = Callable[[Message], Reply]
 
 
 class Service(ABC):
-    """Methods for calls from other processes of the job.
+    """Base class of services, whose methods other processes of the job call.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class ServiceHost:
     max_bytes : int
         Largest size of a request's arrays in bytes.
     threads : int
-        Maximum number of concurrent calls, including waiting ones; further calls are rejected, and clients retry.
+        Maximum number of concurrent calls, including calls that wait; further calls are rejected, and clients retry.
 
     Attributes
     ----------
