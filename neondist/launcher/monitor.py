@@ -183,7 +183,7 @@ class Monitor:
         return self.rank_states.setdefault(int(rank), RankState(int(rank), node))
 
     def verify_proof(self, connection: _Connection, data: bytes) -> bool:
-        """Whether the first bytes prove knowledge of the key; if so, prove that of the supervisor in turn."""
+        """Whether the first bytes prove knowledge of the key; if so, send the supervisor's proof in return."""
         if not hmac.compare_digest(data[:PROOF_BYTES], compute_proof(self._key, connection.nonce, "rank")):
             return False
         connection.socket.sendall(compute_proof(self._key, connection.nonce, "supervisor"))

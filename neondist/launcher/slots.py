@@ -223,7 +223,7 @@ class SharedSlotTable:
     def _update_own_entry(self) -> Iterator[list[_JobEntry] | None]:
         """Yield the entries of other jobs, and write that of this job on exit.
 
-        Yields None while the files are locked or if they were removed; a running job then stays as it is.
+        Yields None while the files are locked or if they were removed; a running job then keeps its slots.
         """
         if not self._folder.is_dir():
             yield None

@@ -69,8 +69,9 @@ def supervise_command(
 
     The command inherits the file descriptors `inherited_descriptors`. If ranks handle SIGUSR1, SIGTERM is forwarded as
     SIGUSR1, which requests a stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If
-    `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, which would kill the
-    others. `received_signals` names earlier signals. Once `hosts_changed` returns true, a stop is requested too.
+    `ranks_handle_stop`, both signals are held back until all ranks of the monitor handle SIGUSR1, which would kill a
+    rank without a handler. `received_signals` names earlier signals. A stop is also requested once `hosts_changed`
+    returns true.
     """
     forwarder, stop_sent = _SignalForwarder(ranks_handle_stop), False
     old_handlers = _install_handlers(forwarder.forward)  # before the start: a signal must not end this process alone
