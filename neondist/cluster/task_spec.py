@@ -51,7 +51,7 @@ class TaskSpecDef:
     ps_hosts, worker_hosts, master : list of str, or comma-separated text, optional
         Addresses; at most one of the master.
     num_workers : int, optional
-        Number of workers, including the master, if addresses are unknown.
+        Number of workers besides `master`. Default: that of `worker_hosts`.
     generation : int
         Number of restarts of the job.
 
@@ -60,6 +60,7 @@ class TaskSpecDef:
     type, index, trial, generation, ps_hosts, worker_hosts, master
         As passed; `type` is 'master' for a chief.
     num_workers, num_ps : int
+        Numbers of workers, including the master, and of parameter servers.
     shard_index : int or None
         Shard of the data set; None for tasks that do not train.
 
@@ -202,7 +203,7 @@ class TaskSpecDef:
     def device_fn(self) -> str:
         """Return the PyTorch name of the task's device: 'cpu', or 'cuda:N' on a machine with GPUs.
 
-        Ranks on a machine are assigned to its GPUs in turn. 'cpu' if PyTorch is not imported.
+        Ranks on a machine are assigned to its GPUs in turn. If PyTorch has not been imported, the device is 'cpu'.
         """
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():

@@ -67,7 +67,7 @@ def mpi_job_manifests(job: Submission, image: str, volume_claim: str | None = No
 
 
 def train_job_manifests(job: Submission, image: str, volume_claim: str | None = None) -> list[Manifest]:
-    """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job_manifests`.
+    """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as for `mpi_job_manifests`.
 
     The launcher is one of the nodes. Only its job has the label by which Trainer replaces a command, so the others keep
     their sshd; both containers are called `node`, since Trainer mounts the SSH key only into those.
