@@ -36,10 +36,10 @@ _GRID_KEYS = "replicas", "rows", "cols", "planes"
 class AutoDist:
     """Distribution of the training step of a script written for a single process.
 
-    AutoDist joins an existing MPI job; otherwise `python script.py` reruns the script on all devices of the resource
-    spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec a single process is used.
-    On entry to the scope all ranks take rank 0's random states of Python, NumPy and PyTorch. Only rank 0 prints.
-    Invalid input, if the error is not caught, ends the script on all ranks with one message and exit code 2.
+    Inside an MPI job, AutoDist joins it. Otherwise, `python script.py` reruns the script on all devices of the resource
+    spec, like `neondist launch`, and exits with that job's exit code; without a spec, it uses a single process. On
+    entry to the scope, all ranks adopt rank 0's random states of Python, NumPy and PyTorch. Only rank 0 prints. Invalid
+    input, if the error is not caught, ends the script on all ranks with one message and exit code 2.
 
     Parameters
     ----------

@@ -48,7 +48,7 @@ class UnevaluatedCheckpoint:
 
 
 class CheckpointFollower:
-    """Iterator over the checkpoints of a job as they appear; its methods are collective.
+    """Follower of the checkpoints of a job as they are written; its methods are collective.
 
     Parameters
     ----------

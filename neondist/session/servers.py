@@ -1,4 +1,4 @@
-"""The parameter servers of a session whose workers train asynchronously."""
+"""Client of the parameter servers of a session whose workers train asynchronously."""
 
 from __future__ import annotations
 
