@@ -55,7 +55,8 @@ class HDF5Source(TileSource):
                 array = find_object(self._file, self._name)
                 if not _is_array(array):
                     names = ", ".join(self._root_array_names() or array_names(self._file))
-                    raise DataError(f"{path}: has no array '{self._name}'; it has {names or 'none'}")
+                    choices = f"choose one of {names}" if names else "specify another file"
+                    raise DataError(f"{path}: has no array '{self._name}'; {choices}")
                 self._array = array
                 stored_axes, dtype, metadata = self._axes_dtype_metadata(array)
                 axes, name = axes or stored_axes, f"{path}:{self._name}" if name_in_file else path

@@ -47,10 +47,10 @@ class ZarrSource(TileSource):
             raise DataError(f"{name}: points outside the folder; specify an array in it")
         with convert_read_errors(name):
             if name_in_file.strip("/") and not (path / name_in_file.strip("/")).exists():
-                names = sorted(
-                    one.name for one in path.iterdir() if any((one / file).is_file() for file in METADATA_FILES)
-                )
-                raise DataError(f"{path}: has no array '{name_in_file}'; it has {', '.join(names) or 'none'}")
+                folders = (one for one in path.iterdir() if any((one / file).is_file() for file in METADATA_FILES))
+                names = ", ".join(sorted(one.name for one in folders))
+                choices = f"choose one of {names}" if names else "specify another folder"
+                raise DataError(f"{path}: has no array '{name_in_file}'; {choices}")
             store = FolderStore(path, read_only=True)
             node: Any = zarr.open(store, path=name_in_file.strip("/"), mode="r")
             image = MultiscaleImage([""])

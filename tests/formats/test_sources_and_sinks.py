@@ -266,7 +266,7 @@ def test_error_for_arrays_in_groups_states_a_path(tmp_path, suffix):
     with pytest.raises(nd.DataError, match=re.escape(f"{path}:{name}")):
         nd.open_source(path)
     if suffix != ".zarr":
-        with pytest.raises(nd.DataError, match=r"has no array .q.; it has .*PRODUCT/q"):
+        with pytest.raises(nd.DataError, match=r"has no array .q.; choose .*PRODUCT/q"):
             nd.open_source(f"{path}:q")
     with nd.open_source(f"{path}:PRODUCT/q") as source:
         assert source.shape == (4, 5, 1)

@@ -133,7 +133,7 @@ def test_netcdf_variables(tmp_path):
         assert set(file.variables) == {"rain", "lat", "time"}  # the other dimensions have no coordinates
     with nd.open_source(tmp_path / "out.nc") as source:
         assert source.axes == "TYXC"
-    with pytest.raises(nd.DataError, match=r"no array 'rain'; it has .*packed"):
+    with pytest.raises(nd.DataError, match=r"no array 'rain'; choose .*packed"):
         nd.open_source(f"{tmp_path}/a.nc:rain")
     with netcdf.Dataset(tmp_path / "old.nc", "w", format="NETCDF3_CLASSIC"):
         pass
