@@ -295,7 +295,9 @@ class ParameterServer(Service):
         expected = state.layout.to_json(), state.optimizer, self._sync_policy.to_json()
         for part, value in zip(("layout", "optimizer", "policy"), expected, strict=True):
             if request.mapping(part) != value:
-                raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
+                raise ConfigError(
+                    f"the server has a model with a different {part}; start separate servers for each job"
+                )
 
     def _has_gradient_of_minibatch(self, gradient: PushedGradient) -> bool:
         minibatch = gradient.minibatch

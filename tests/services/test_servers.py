@@ -243,10 +243,10 @@ def test_other_models_are_rejected():
     with Servers(1) as job:
         client = job.client()
         client.push_initial_values(draw_arrays(0), nd.SGD(0.1))
-        with pytest.raises(ServiceError, match="has a model with another optimizer"):
+        with pytest.raises(ServiceError, match="has a model with a different optimizer"):
             job.client("1").push_initial_values(draw_arrays(1), nd.SGD(0.2))
         other = job.client("1", job.layouts(shapes={"w": (3,)}))
-        with pytest.raises(ServiceError, match="has a model with another layout"):
+        with pytest.raises(ServiceError, match="has a model with a different layout"):
             other.push_initial_values({"w": np.zeros(3)}, nd.SGD(0.1))
         values = draw_arrays(9)
         client.pull(values)

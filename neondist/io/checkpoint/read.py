@@ -122,7 +122,7 @@ def _collect_contents(group: Any, prefix: str, contents: CheckpointContents) -> 
         if isinstance(item, h5py.Group):
             _collect_contents(item, full_name + "/", contents)
         elif item.is_virtual or item.external:
-            raise ValueError(f"'{full_name}' lies in another file")
+            raise ValueError(f"'{full_name}' is stored in another file")
         elif item.dtype.kind == "S" and item.shape == ():
             contents.texts[full_name] = item[()].decode()
         elif item.dtype.kind in "fiu":
