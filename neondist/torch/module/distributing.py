@@ -78,7 +78,7 @@ def distribute(
     strips : int or 'auto', optional
         Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
         image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
-        as many rows as fit in the cache.
+        as many rows as have results of at most 1 MiB per sample.
     spatial : int, optional
         Number of spatial axes. 0: inputs are not images, such as sequences (N, length, features); replicas share the
         batch, and every rank of a replica has all of its samples. Default: the number of axes after the channels of
