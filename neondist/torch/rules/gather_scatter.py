@@ -228,8 +228,5 @@ def searchsorted(
         batch = lowering.pointwise_layout([layout[:-1], sequence.layout[:-1]])
         layout = (*batch, whole_if_partitioned_along(layout[-1], axes_of(batch)))
     row_layout = (*layout[: len(sequence.shape) - 1], (Atom(sequence.shape[-1]),))
-    args = [
-        lowering.partition_as(x, layout),
-        *(lowering.gather_as(row, row_layout, axes_of(layout)) for row in rows),
-    ]
+    args = [lowering.partition_as(x, layout), *(lowering.gather_as(row, row_layout, axes_of(layout)) for row in rows)]
     return lowering.local(run, args, layout, dtype)

@@ -49,13 +49,7 @@ class WindowScores(OutputBlocks):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        dtype: np.dtype,
-        shape: Sequence[int],
-        window: int,
-        stride: int,
-        size: Sequence[int],
+        self, module: nn.Module, dtype: np.dtype, shape: Sequence[int], window: int, stride: int, size: Sequence[int]
     ) -> None:
         self.module, self.dtype, self.window, self.stride = module.eval(), dtype, window, stride
         *extent, channels = shape
