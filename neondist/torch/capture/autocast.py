@@ -16,7 +16,7 @@ _REGION_KEY = "autocast of the module on "
 
 
 def mark_autocast_regions(program: Any) -> None:
-    """Mark a module's own autocast regions, since `run_decompositions` replaces them by casts."""
+    """Mark a module's own autocast regions, since `run_decompositions` replaces them with casts."""
     for node in program.graph.nodes:
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             node.meta["custom"] = (node.meta.get("custom") or {}) | {f"{_REGION_KEY}{node.args[0]}": True}

@@ -48,7 +48,7 @@ from .tracing import (
 )
 
 RANDOM_KEY_STRIDE = 1000
-"""Stride of random-number keys between operators; exceeds the keys of one operator."""
+"""Stride of random-number keys between operators; exceeds the number of keys that an operator uses."""
 
 
 def capture_module(module: nn.Module, shapes: InputSpecs, name: str = "", device: torch.device | None = None) -> Any:
@@ -225,8 +225,8 @@ def lower_program(
     mutated = {name: lowering.read(env, old) for name, old in changed_nodes.items()}
     results: list[Any] = []
     for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)  # counted once
+        if spec.kind == OutputKind.USER_OUTPUT:  # the gradient of a returned parameter is counted once
+            results.append(lowering.sum_gradient(out, ()) if isinstance(out, Value) else out)
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             mutated[spec.target] = out
         else:
@@ -268,7 +268,7 @@ class _NonTensorOutput:
 
 
 class _ProgramInputs:
-    """Values of the parameters, buffers and inputs of a program that is lowered; arguments as for `lower_program`.
+    """Values of the parameters, buffers and inputs of a program being lowered; arguments as for `lower_program`.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ class _NodeEstimate:
 
 
 def find_channel_regions(program: Any, mesh: Mesh) -> set[Node]:
-    """Return the nodes of a captured program to partition by channels, which are the same on all ranks."""
+    """Return the nodes of a captured program to partition by channels; the result is the same on all ranks."""
     if prod(mesh.parts[1:]) == 1:
         return set()
     input_dependent = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}

@@ -42,8 +42,8 @@ def version_counters(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def check_weight_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise ConfigError on all ranks if their weights have diverged. Collective.
 
-    Compares one number computed from sums over each tensor. Gradients are reduced over all ranks, so weights diverge
-    only through different updates.
+    One number, computed from sums over each tensor, is compared. Gradients are reduced over all ranks, so weights
+    diverge only through different updates.
     """
     tensors = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() and not p.is_meta}
     if world.size == 1 or not tensors:

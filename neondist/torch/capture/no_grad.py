@@ -77,8 +77,8 @@ def detach_no_grad_values(program: Any, location_of: Callable[[Any], str]) -> No
 def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
     """Yield (node, outer, first node, hidden) for each node that writes in place.
 
-    `outer` is the node itself, or the node of the region that contains it; the first node is the first whose value
-    uses the written memory; `hidden` tells whether autograd misses the write.
+    `outer` is the node itself, or the node of the region that contains it. The first node is the first whose value
+    uses the written memory. `hidden` tells whether autograd misses the write.
     """
     graph_module = program.graph_module
     first_nodes: dict[int, Any] = {}

@@ -279,7 +279,7 @@ def _reject_state_kept_between_passes(
     changes = before.changed_values()
     persistent = {n: change for n, change in changes.items() if any(map(passes.numbering.is_dependent, change[1]))}
     after = RestorableState(module)
-    first_probe = _ControlFlowProbe()  # records comparisons; another inverts them
+    first_probe = _ControlFlowProbe()  # records comparisons; a further probe inverts them
     probes, lengthened = [first_probe], list[tuple[ValueContainer, dict[Any, Any]]]()
     for probe in probes:
         after.restore()

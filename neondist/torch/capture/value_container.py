@@ -12,7 +12,7 @@ MISSING = object()
 
 
 class ValueContainer(NamedTuple):
-    """A container of values: the attributes of an object, the items of a collection, the cells of a closure.
+    """A container of values: the attributes of an object, the items of a collection, or the cells of a closure.
 
     Attributes
     ----------

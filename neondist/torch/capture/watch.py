@@ -76,7 +76,7 @@ class StateWatch:
         return self._key
 
     def named_parameters_and_buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the parameters and the buffers by name, without deleted ones; duplicates included."""
+        """Return the parameters and buffers by name, including duplicates but not deleted tensors."""
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
