@@ -64,8 +64,8 @@ def from_torch(
     UnsupportedOperator
         No layer corresponds to an operator; the message names the operator, the module, and the user's file and line.
     ConfigError
-        The module has not exactly one input and one output, mixes modes, has parameters other than all float32 or all
-        float64, or differs between training and evaluation in more than dropout and batch normalisation.
+        The module does not have exactly one input and one output, mixes modes, does not have all parameters in float32
+        or all in float64, or differs between training and evaluation in more than dropout and batch normalisation.
     """
     shape = tuple(example_shape)
     model_class = model or (ConvnetDist if len(shape) > 2 else MLPDist)

@@ -95,7 +95,7 @@ class AvgPoolIgnoringPadding(nn.Module):
 
 
 class LocalContrast(nn.Module):
-    """(x - local mean) / max(min_deviation, local deviation); `min_deviation` defaults to the sample's mean."""
+    """(x - local mean) / max(m, local deviation); m is min_deviation or, if None, the sample's mean deviation."""
 
     def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], min_deviation: float | None) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def _load_module(module_class: Any, *args: Any, weights: TensorsByName, **option
 def _padding_modules(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
-    if not isinstance(mode, str):  # pad one axis after the other
+    if not isinstance(mode, str):  # pad one axis at a time
         sides_by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
         modules = [_padding_modules(pads, shape, mode_, fill) for pads, mode_ in zip(sides_by_axis, mode, strict=True)]
         return [module for axis_modules in modules for module in axis_modules]
