@@ -71,7 +71,7 @@ class RecomputedResult(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient as it is."""
+        """Return the gradient unchanged."""
         trigger_recompute(ctx)
         return gradients[0]
 
@@ -104,7 +104,7 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient as it is."""
+        """Return the gradient unchanged."""
         return gradients[0], None, None, None
 
 
@@ -213,7 +213,7 @@ MIN_UNBUCKETED_BYTES = 1 << 18
 
 
 def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Return groups of the gradients with these indices: large ones alone, others joined to about MAX_BUCKET_BYTES.
+    """Return the indices in groups: each large gradient alone, and small gradients joined to about MAX_BUCKET_BYTES.
 
     `sizes` are those of whole gradients, since all ranks need the same groups, although their parts may differ.
     """

@@ -94,7 +94,7 @@ class Normalise(torch.autograd.Function):
         means, variances = moments.repeat_by_group(mean, channels), moments.repeat_by_group(variance, channels)
         scale = torch.ones_like(means) if weight is None else _repeat_channels(weight, means)
         std = torch.rsqrt(variances + moments.eps)
-        if x.numel():  # GPU kernels read the saved statistics, CPU kernels the running ones
+        if x.numel():  # GPU kernels read the saved statistics, CPU kernels the running statistics
             _, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
                 dy, rows, scale, means, variances, means, std, False, moments.eps, [False, True, True]
             )

@@ -133,7 +133,7 @@ class TorchTransport(Transport):
     group : torch.distributed.ProcessGroup, optional
         A group with a gloo backend for host arrays. Default: the default process group.
     max_count : int
-        Maximum number of bytes per message and of elements per reduction; larger ones are split.
+        Maximum number of bytes per message and of elements per reduction; larger messages and arrays are split.
 
     Raises
     ------
