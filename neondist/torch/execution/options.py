@@ -65,7 +65,7 @@ class ExecutionOptions:
     def check_not_recomputed(self) -> None:
         """Raise ConfigError in a pass that torch.utils.checkpoint recomputes, if a scheme keeps state."""
         policy = next((policy for policy in self.schemes.values() if policy.is_stateful), None)
-        if policy is not None and torch._C._current_graph_task_id() != -1:  # inside of a backward pass
+        if policy is not None and torch._C._current_graph_task_id() != -1:  # inside a backward pass
             raise ConfigError(
                 f"scheme: '{scheme_text(policy)}' keeps state, so torch.utils.checkpoint cannot recompute a pass; use"
                 " ndt.distribute(..., recompute=True) instead"

@@ -31,7 +31,7 @@ class _OutputBlock(NamedTuple):
 
 
 class RecomputedBlocks:
-    """Computation of a rank's blocks of a group of steps.
+    """Block-wise computation of a group of steps on one rank.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ class _RecomputedBlocksFunction(torch.autograd.Function):
 
 
 def extend_empty_ranges(ranges: AxisRanges, full_ranges: AxisRanges) -> AxisRanges:
-    """Return the ranges, with empty ones extended to one index, since operators need not support empty tensors."""
+    """Return the ranges, extended to one index where empty, since operators need not support empty tensors."""
     return tuple(
         tuple(
             (lo, hi) if lo < hi else (max(0, min(lo, end - 1)), max(1, min(lo + 1, end))) for (lo, hi), (_, end) in both

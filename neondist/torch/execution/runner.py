@@ -33,8 +33,8 @@ class PlanRunner:
     Parameters
     ----------
     deferred_gradients : mapping of int to (list of torch.Tensor, or None), optional
-        By id(), the parameters whose gradients are not summed over the ranks in a backward pass, each with a list to
-        which this rank's parts of the gradient are added, or with None.
+        Parameters, by id(), whose gradients are not summed over the ranks in a backward pass. Each value is a list to
+        which this rank's parts of the gradient are added, or None.
     compiler, compiled_functions : see TorchPlan.executed_segments
     """
 
@@ -143,7 +143,7 @@ class PlanRunner:
         finally:
             self.comm.phase = current_phase
         outputs = [env[value] for value in segment.outputs]
-        # tensors without a gradient, such as detached ones, are left as they are
+        # tensors without a gradient, such as detached tensors, are left unchanged
         return [functions.RecomputedResult.apply(tensor) if tensor.requires_grad else tensor for tensor in outputs]
 
     def _draw_seed(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -186,7 +186,7 @@ class OperatorSegment:
 
     @property
     def subgraphs(self) -> list[TracedSubgraph]:
-        """Subgraphs that are computed one after the other."""
+        """Subgraphs in the order of their computation."""
         return [self.traced]
 
 

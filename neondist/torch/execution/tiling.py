@@ -91,7 +91,7 @@ class Tiling:
         return attached_layout or next(alias_layouts, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:
-        """Return the indices of inputs of unknown layout that may not be partitioned as the module expects."""
+        """Return the indices of inputs whose layout is unknown and might not be the one that the module expects."""
         return [
             at
             for at, (tile, layout) in enumerate(zip(tiles, self.input_layouts, strict=False))
@@ -103,7 +103,7 @@ class Tiling:
     def layouts_of_repartitioned_inputs(
         self, tiles: Sequence[Any], ambiguous_indices: Sequence[int]
     ) -> dict[int, Layout]:
-        """Return, by index, the layouts of tiles that are not partitioned as the module expects.
+        """Return, by index, the layouts of tiles that are not partitioned as the module's inputs.
 
         Collective if there are ambiguous inputs, which are recognised by their local shapes on all ranks.
         """

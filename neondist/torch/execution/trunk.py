@@ -119,7 +119,7 @@ class Trunk(OperatorSegment):
 
     @property
     def subgraphs(self) -> list[TracedSubgraph]:
-        """Subgraphs that are computed one after the other."""
+        """Subgraphs in the order of their computation."""
         return [*self.norm_sweeps, self.traced]
 
 
@@ -219,7 +219,7 @@ def create_trunk_lowering(
     module: nn.Module,
     plan_without_blocks: TorchPlan | None = None,
 ) -> FusedLowering | None:
-    """Return a lowering whose pass fits in a rank's memory, with blocks only if necessary; None: default lowering.
+    """Return a lowering whose pass fits in a rank's memory, with blocks only if necessary, or None for the default.
 
     The plan of the first rank, whose tiles are the largest, determines the lowering of all ranks.
 
@@ -228,7 +228,7 @@ def create_trunk_lowering(
     segments : sequence of OperatorSegment
         Segments of the whole program.
     lower : callable
-        Returns the first rank's plan of the program with a lowering, and the tree of its outputs.
+        Maps a lowering to the first rank's plan of the program, and the tree structure of the outputs.
     plan_without_blocks : TorchPlan, optional
         The first rank's plan without blocks, if it is known.
 
