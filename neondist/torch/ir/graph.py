@@ -273,7 +273,7 @@ class TorchGraph:
         return recompute_cuts(live_counts)
 
     def partitioned_parameters(self) -> dict[int, Step]:
-        """Return the parameters of which each rank reads one part, by id, with the steps that select the parts."""
+        """Return the steps that select the only part of a parameter that a rank reads, by the parameter's id."""
         reader_counts = Counter(value for step in self.steps for value in step.inputs)
         steps = {step.inputs[0]: step for step in self.steps if step.kind == "part"}
         return {value: step for value, step in steps.items() if reader_counts[value] == 1 and value not in self.outputs}

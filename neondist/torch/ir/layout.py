@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def from_grid(cls, grid: GridShape, spatial_ndim: int) -> Mesh:
-        """Return the mesh for images with `spatial_ndim` axes; 0: as for volumes, since there are no images."""
+        """Return the mesh for images with `spatial_ndim` axes or, if this is 0, the mesh for volumes."""
         return cls((grid.replicas, *grid.parts(spatial_ndim or 3)))
 
     @property
@@ -72,7 +72,7 @@ class Mesh:
         return [frozenset({axis}) for axis in sorted(axes)]
 
     def even_atom(self, extent: int, axis: int | None) -> Atom:
-        """Return an atom split evenly over an axis: the first extent % parts parts have one more index."""
+        """Return an atom split evenly over an axis: the first `extent % parts` parts have one more index."""
         return Atom(extent) if axis is None or self.parts[axis] == 1 else Atom.even(extent, axis, self.parts[axis])
 
     def image_layout(self, shape: Sequence[int]) -> Layout:
