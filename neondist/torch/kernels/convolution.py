@@ -1,4 +1,4 @@
-"""Convolutions by the fastest available kernels: compiled ones, matrix products, or PyTorch's.
+"""Convolutions by the fastest available method: compiled kernels, matrix products, or PyTorch's kernels.
 
 With one thread, compiled kernels (`CompiledConvolution`) are up to twice as fast as oneDNN's for 3 x 3 windows, and ten
 times as fast as PyTorch's for volumes with few channels and for gradients of depthwise weights. Compiled kernels take
