@@ -185,7 +185,7 @@ class PlanBuilder(StepListBuilder):
         return DimPart.from_layout(layout) if axes and axes_of(layout) == axes else None
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
-        """Return a layout with these dimensions whole; their axes partition others that are long enough, if any.
+        """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.
 
         Each rank then has these dimensions whole for a part of the tensor, instead of having the whole tensor.
         """
@@ -299,7 +299,7 @@ def _align_bounds(dim: Dim, error: UnalignedPartitionError, mesh: Mesh) -> Dim:
 
 
 def _insert_unit_atoms(old_atoms: Sequence[Atom], new_atoms: Sequence[Atom]) -> list[Atom]:
-    """Return a new atom for each old one: the next of the same extent, or an atom of one index."""
+    """Return a new atom for each old atom: the next of the same extent, or an atom of one index."""
     if len(old_atoms) == len(new_atoms):
         return list(new_atoms)
     matched, remaining = [], list(new_atoms)

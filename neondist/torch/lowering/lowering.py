@@ -163,7 +163,7 @@ class Lowering(PlanBuilder):
         return tensor_call(target or self._current_call[0], *self._current_call[1:])
 
     def decompose(self, builtin_only: bool = False) -> Any:
-        """Lower the current operator by its decomposition into simpler ones; return None if there is none.
+        """Lower the current operator by its decomposition into simpler operators; return None if there is none.
 
         Parameters
         ----------

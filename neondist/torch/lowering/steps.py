@@ -106,7 +106,7 @@ class StepListBuilder:
         op: str = "sum",
         at: PlaceFunction | None = None,
     ) -> Value:
-        """Return the sum over axes of a local result; `op` 'max': the maximum, which has no gradient.
+        """Return the sum over axes of a local result or, with `op` 'max', the maximum, which has no gradient.
 
         `at` is as for `local`.
         """
