@@ -35,7 +35,7 @@ def distribute(
     strips: Strips = None,
     spatial: int | None = None,
 ) -> DistributedModule:
-    """Distribute a PyTorch module: images are split into tiles, one per rank; results match those of a single process.
+    """Distribute a PyTorch module: each rank computes one tile of the images, with the results of a single process.
 
     The module is captured with torch.export at the global shape, without allocating tensors of that size; each operator
     becomes local computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all
@@ -80,9 +80,9 @@ def distribute(
         image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
         as many rows as have results of at most 1 MiB per sample.
     spatial : int, optional
-        Number of spatial axes. 0: inputs are not images, such as sequences (N, length, features); replicas share the
-        batch, and every rank of a replica has all of its samples. Default: the number of axes after the channels of
-        the first input.
+        Number of spatial axes; 0 for inputs other than images, such as sequences (N, length, features). Replicas then
+        share the batch, and every rank of a replica has all of its samples. Default: the number of axes after the
+        channels of the first input.
 
     Returns
     -------

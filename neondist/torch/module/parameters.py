@@ -59,7 +59,7 @@ def plan_parameters(
     strategy: StrategyBuilder | Strategy | str | None,
     sparse: AbstractSet[torch.Tensor] = frozenset(),
 ) -> ParameterPlan:
-    """Return the plan of a module's parameters, including sparse ones, under a strategy."""
+    """Return the plan of a module's parameters, including sparse parameters, under a strategy."""
     dtype = as_array(next(iter(tensors.values()))).dtype
     builder = None if strategy is None else as_strategy(strategy)
     return ParameterPlan(parameters_by_name(tensors, sparse), grid, dtype, 0, builder)

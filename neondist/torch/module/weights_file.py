@@ -1,4 +1,4 @@
-"""Tensors by name in a file: safetensors, or a state_dict from torch.save; reading executes no code from the file."""
+"""Reading of named tensors from safetensors files and state_dicts of torch.save, without executing code from them."""
 
 from __future__ import annotations
 
