@@ -294,7 +294,7 @@ def index(lowering: Lowering, x: Value, indices: Sequence[Value | None]) -> Valu
 
 
 def indexed_layout(layout: Layout, index_by_dim: Mapping[int, Value]) -> Layout:
-    """Return the layout of a selection by index tensors: new dimensions replace adjacent indexed ones or come first."""
+    """Return the layout after indexing by tensors: new dimensions replace adjacent indexed dimensions or come first."""
     indexed_dims = list(index_by_dim)
     new_dims = replicated(torch.broadcast_shapes(*(value.shape for value in index_by_dim.values())))
     other_dims = [atoms for dim, atoms in enumerate(layout) if dim not in indexed_dims]

@@ -1,4 +1,4 @@
-"""Normalisation with statistics of the global images (and batch): mean, then variance about it."""
+"""Normalisation with statistics of the global images or of the global batch."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def attention(
     lowering: Lowering, query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Value:  # fmt: skip
-    """Gather keys and values for each rank's queries, or pass large ones around a ring."""
+    """Gather keys and values for each rank's queries or, if they are large, pass them around a ring."""
     if dropout_p:  # dropout of scores, each drawn by its global index
         return lowering.decompose() or lowering.refuse("it applies dropout inside attention")
     if enable_gqa:

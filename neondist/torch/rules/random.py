@@ -56,14 +56,14 @@ def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 @rule("aten.native_dropout.default", "aten.dropout.default", "aten.feature_dropout.default",
       applies_if_replicated=True)  # fmt: skip
 def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
-    """Drop elements or whole channels locally, by a mask keyed by the global index."""
+    """Drop elements or whole channels locally, with a mask keyed by the global index."""
     if train and p != 0:
         x = lowering.local(partial(_apply_dropout, p), [x, _draw_for_dropout(lowering, x)], x.layout)
     return lowering.as_first_result(x)
 
 
 def _draw_for_dropout(lowering: Lowering, x: Value) -> Value:
-    """Return a uniform random number for each element or, in dropout of features, each channel of each sample."""
+    """Return a uniform random number for each element or, in feature dropout, for each channel of each sample."""
     if "feature" not in str(lowering.target):
         return draw_uniform(lowering, x.layout)
     draws = draw_uniform(lowering, (*x.layout[:2], *replicated([1] * (len(x.shape) - 2))))
@@ -72,7 +72,7 @@ def _draw_for_dropout(lowering: Lowering, x: Value) -> Value:
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", applies_if_replicated=True)
 def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Value:
-    """Drop cells or channels locally, preserving mean and variance (Klambauer et al. 2017)."""
+    """Drop elements or channels locally, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
         return x
     draws = _draw_for_dropout(lowering, x)

@@ -305,7 +305,7 @@ def product(
 
 
 def _products_of_others(a: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return for each element the product of all others along dimensions."""
+    """Return, for each element, the product of all other elements along dimensions."""
     a = a.detach()
     flat = a.movedim(list(dims), list(range(-len(dims), 0)))
     lines = flat.flatten(-len(dims))

@@ -155,7 +155,7 @@ def convolution(
     lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, dilation: Size,
     transposed: bool, output_padding: Size, groups: int,
 ) -> Value:  # fmt: skip
-    """Apply a convolution, or a transposed one, after a halo exchange."""
+    """Apply a convolution or a transposed convolution after a halo exchange."""
     if transposed:
         return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
     return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
@@ -204,7 +204,7 @@ def _transposed_window_view(
 ) -> tuple[Value, list[int], list[Atom], Callable[[Layout, Ints], _LocalCrops]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
 
-    Also return the padding to remove along whole dimensions, the results' atoms, and the crops along partitioned ones.
+    Also return the padding to remove along whole dimensions, the results' atoms, and crops along other dimensions.
     """
     reaches, remaining_padding, atoms = dict[int, Reach](), [], []
     gradient_window, first_dim = GradientWindow(window, extents), len(x.shape) - window.ndim
