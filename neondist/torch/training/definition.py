@@ -234,8 +234,8 @@ class ModelDefinition:
 class _FunctionMetric(Metric):
     """A function of the labels and predictions of an evaluation batch, averaged over samples."""
 
-    def __init__(self, name: str, function: Callable[..., Any], definition_site: str) -> None:
-        self.name, self._function, self._source_line = name, function, definition_site
+    def __init__(self, name: str, function: Callable[..., Any], source_line: str) -> None:
+        self.name, self._function, self._source_line = name, function, source_line
 
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the function's value times the number of samples, and that number."""

@@ -170,7 +170,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         return result | ({SYNCHRONISATION: sync_tensors} if sync_tensors else {})
 
     def slots(self, slot_names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
-        """Return the optimiser state of this rank's parts; first create those in `slot_names`, 'PARAMETER/SLOT'."""
+        """Return the optimiser state of this rank's parts; first create the slots 'PARAMETER/SLOT' in `slot_names`."""
         if self._overflow_parameter is not None:
             self._overflow_parameter.grad = None  # the step that creates slots must not update it
         create_optimizer_state(self.parameters.optimizer_parameters, self.optimizer, slot_names)

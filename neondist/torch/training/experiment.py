@@ -54,15 +54,15 @@ class TorchModel(TrainableModel):
     Parameters
     ----------
     factory : callable
-        Function that returns the torch.nn.Module. In a YAML file: MODULE:NAME, with the module given by `--import`.
+        Function that returns the torch.nn.Module. In a YAML file, MODULE:NAME, where MODULE is given by `--import`.
     arguments : mapping, optional
         Arguments of the factory.
     shape : sequence of int, optional
         Shape (C, *spatial) of a sample returned by `feed`. Default: that of the data set.
     loss : TorchLoss, optional
-        Default CrossEntropyLoss.
+        Default: CrossEntropyLoss.
     optimizer : TorchOptimizer, optional
-        Default SGD.
+        Default: SGD.
     feed : callable, optional
         Function that maps this rank's tiles (n, *tile, C) and labels (or None) to tensors for the module, (n, C,
         *tile), and for the loss. It sees only one tile and must therefore act on each cell independently; with

@@ -27,7 +27,7 @@ class ModuleFactory:
     Attributes
     ----------
     rounded_parameter_names : list of str
-        Parameters that the function creates with more digits than `dtype`.
+        Parameters that the function creates in a dtype of higher precision than `dtype`.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class TorchLoss(Registered):
     Parameters
     ----------
     name : str or callable
-        A class of torch.nn, such as CrossEntropyLoss. In a YAML file also MODULE:NAME from an imported module: a class,
-        or a function of the tensors (outputs, labels), with channels first.
+        A class of torch.nn, such as CrossEntropyLoss, or in a YAML file also MODULE:NAME, a class or a function of
+        (outputs, labels) in an imported module. Tensors have channels first.
     arguments : mapping, optional
         Arguments of the constructor, or further arguments of the function. Lists of numbers are converted to tensors.
 
