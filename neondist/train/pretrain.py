@@ -26,7 +26,7 @@ from .state import EpochRecord, Stop, TrainState
 def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[EpochRecord]:
     """Train every stage of a model for its `num_pretrain_epochs`. Collective; all ranks get the same records.
 
-    Uses the loop of `nd.fit` with the stage's autoencoder as the model: hooks access it as `run.model`.
+    The loop is that of `nd.fit`, with the stage's autoencoder as the model, which hooks access as `run.model`.
 
     Parameters
     ----------
