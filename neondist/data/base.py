@@ -205,8 +205,8 @@ class Dataset(Registered, ABC):
         Raises
         ------
         ConfigError
-            If the shard does not exist; or, on all ranks when the data set is opened, if the ranks of a replica have
-            different shards.
+            If the shard does not exist, or the data set is already a shard; or, on all ranks when the data set is
+            opened, if the ranks of a replica have different shards.
         DataError
             On all ranks when the data set is opened, if a shard is empty.
         """
