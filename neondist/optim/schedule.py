@@ -113,7 +113,7 @@ class Warmup(Schedule):
 class OneCycle(Schedule):
     """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
-    Follows the curve of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, but peaks
+    The curve is that of `torch.optim.lr_scheduler.OneCycleLR` with the optimiser's learning rate as max_lr, but peaks
     at epoch `rise * epochs` and ends at epoch `epochs`, whereas PyTorch's schedule peaks and ends one step earlier.
 
     Parameters
