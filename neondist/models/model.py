@@ -313,7 +313,7 @@ class Model(LayerModel):
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output (or the whole output after an FC layer), a new array (n, *tile, C').
 
-        Takes the arguments of `forward`; `bprop` differentiates this pass.
+        The arguments are those of `forward`; `bprop` differentiates this pass.
         """
         last, self.last_pass = self.last_pass, None
         replaced = bool(not training and last and (last.is_training or last.replaced_training_pass))
@@ -326,7 +326,7 @@ class Model(LayerModel):
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; afterwards `grads` are summed over all ranks.
 
-        Differentiates the last `fprop`, and may be called again with another `dy`.
+        The last `fprop` is differentiated; `bprop` may be called again with another `dy`.
 
         Parameters
         ----------

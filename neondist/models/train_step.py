@@ -40,7 +40,7 @@ class TrainStep(ABC):
     def compute_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
         """Return the mean cost over the global batch, and whether the cost and all gradients are finite. Collective.
 
-        Fills the gradients of the trained parameters.
+        The method also fills the gradients of the trained parameters.
         """
 
     @abstractmethod
