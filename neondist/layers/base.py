@@ -76,7 +76,7 @@ class Node(Registered, ABC):
                 raise ConfigError(f"name: {self.name!r} contains a null character, which files cannot store; remove it")
 
     def _class_name_in_snake_case(self) -> str:
-        """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
+        """Return the class name in snake case, such as 'max_pooling' for MaxPoolingLayerDist."""
         serial_name = serial_class(type(self)).__name__.removesuffix("Layer")  # '' if there is only a distributed class
         word = serial_name or type(self).__name__.removesuffix("Dist").removesuffix("Layer")
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()

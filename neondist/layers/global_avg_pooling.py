@@ -15,8 +15,8 @@ from .reduction import Reduction
 class GlobalAvgPoolingLayer(Layer):
     """Mean over the whole image: input (N, *spatial, C) local, output (N, C) replicated (Lin et al. 2014).
 
-    Computed by local sums and one allreduce of N x C elements; nothing is gathered. Before a fully connected layer, the
-    result stays partitioned.
+    The mean is computed by local sums and one allreduce of N x C elements; nothing is gathered. Before a fully
+    connected layer, the result stays partitioned.
     """
 
     saves_input = saves_output = False

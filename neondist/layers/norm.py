@@ -11,7 +11,7 @@ from .context import StepContext
 
 
 class NormLayer(Layer):
-    """Base class of layers that normalise cells by statistics of the image."""
+    """Base class of layers that normalise cells by statistics over cells of the batch or of a sample."""
 
     saves_output = saves_activated = False
 
