@@ -66,7 +66,7 @@ def test_mpi_error_during_start(ranks, tmp_path):
     assert process.returncode == 1, process.stderr
     assert "MPI_ERR_INTERN" in process.stderr
     assert "needs mpi4py" not in process.stderr
-    expected = "MPI failed at its start (" if ranks == 1 else "rank 1 of 2 failed and ends the job"
+    expected = "MPI failed to start (" if ranks == 1 else "rank 1 of 2 failed and ends the job"
     assert expected in process.stderr
 
 

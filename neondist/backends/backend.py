@@ -1,4 +1,4 @@
-"""Backend: an array namespace, and kernels that may come from another library over the same memory."""
+"""Backend: an array namespace, and kernels, possibly of another library, that work on its arrays."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _torch_availability() -> BackendAvailability:
         return BackendAvailability("torch", False, "not installed; pip install 'neondist[torch]'")
     try:
         import torch
-    except Exception as error:  # a broken installation fails in many ways
+    except Exception as error:  # a broken installation may raise any exception
         return BackendAvailability("torch", False, f"cannot be imported: {type(error).__name__}: {error}")
     return BackendAvailability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
 

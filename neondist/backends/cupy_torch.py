@@ -51,7 +51,7 @@ def is_torch_cuda_usable() -> bool:
     """Return whether PyTorch is built for CUDA and finds a GPU."""
     try:
         import torch
-    except Exception:  # a broken installation fails in many ways
+    except Exception:  # a broken installation may raise any exception
         return False
     return torch.version.cuda is not None and torch.cuda.is_available()
 

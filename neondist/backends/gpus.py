@@ -23,7 +23,7 @@ def find_cupy_problem() -> str:
         return f"{' and '.join(packages)} are installed together, but conflict; uninstall all but one of them"
     try:
         cupy = importlib.import_module("cupy")
-    except Exception as error:  # a broken installation fails in many ways
+    except Exception as error:  # a broken installation may raise any exception
         return f"cannot be imported: {type(error).__name__}: {error}"
     runtime = cupy.cuda.runtime
     try:

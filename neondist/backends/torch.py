@@ -46,7 +46,7 @@ class TorchKernelMixin(Kernels):
 
             from . import torch_conv, torch_narrow, torch_pool
             from .torch_arrays import matmul
-        except Exception as error:  # a broken installation fails in many ways
+        except Exception as error:  # a broken installation may raise any exception
             warnings.warn(f"PyTorch cannot be imported ({error}): NumPy's slower kernels are used", stacklevel=2)
             return None
         num_threads_before = torch.get_num_threads()

@@ -89,7 +89,7 @@ def backward_weights(
 def reorder_for_onednn(weights: np.ndarray) -> np.ndarray:
     """Return the weights in oneDNN's memory order, so that they need not be reordered for each strip."""
     *_, channels = shape = weights.shape
-    rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
+    rows = to_tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other copies of a matrix
     return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
 
 

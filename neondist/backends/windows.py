@@ -57,7 +57,7 @@ def window_cells(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Itera
 def split_into_blocks(
     samples: int, out_extent: Ints, cells_per_row: int, max_block_cells: int
 ) -> Iterator[tuple[slice, slice]]:
-    """Cut (samples, out[0]) into even blocks of about `max_block_cells` cells or fewer: whole samples, or rows of one.
+    """Cut (samples, out[0]) into even blocks of at most about `max_block_cells` cells: samples, or rows of one sample.
 
     `cells_per_row` is the size of one index of out[0].
     """

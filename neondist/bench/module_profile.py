@@ -85,7 +85,7 @@ def measure_time_shares(step: Callable[[], object], grid: ProcessGrid) -> TimeSh
 def classify_event(event: Any) -> tuple[str, str]:
     """Return the kind of an event's own time, and its operator.
 
-    The operator is the outermost one that is not a wrapper; events inside a mark have the kind of the mark.
+    The operator is the outermost operator that is not a wrapper; events inside a mark have the kind of the mark.
     """
     name = ""
     while event is not None:

@@ -62,7 +62,7 @@ def bench_schemes(
     ----------
     runs : pairs of a description (with `scheme` and `seed`) and a function that loads its experiment
     folder : Path
-        Folder for results.jsonl, which gets one line per completed run.
+        Folder of results.jsonl, to which each completed run appends a line.
     cores : int, optional
         Number of cores that the ranks share, for the estimate before the first step ends; default: one per rank.
     """

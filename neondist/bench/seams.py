@@ -39,7 +39,7 @@ def measure_seam_errors(
     exact, approximate : Model
         Models with the same layers, built on the same grid; `approximate` receives the weights of `exact`.
     batches : sequence of array
-        This rank's tiles of images; errors are those of the last batch, and stateful schemes use the earlier ones.
+        This rank's tiles of images; errors are those of the last batch, and stateful schemes use the earlier batches.
     """
     approximate.load_state(exact.state())
     profiles: dict[str, ErrorsByDistance] = {}

@@ -41,7 +41,7 @@ class TorchBaseline:
     Raises
     ------
     ConfigError
-        PyTorch has no counterpart of a part of the model; raised by any method.
+        Part of the model has no counterpart in PyTorch; raised by any method.
     LaunchError
         The process has ended; raised by any method.
     """

@@ -53,7 +53,7 @@ class TorchTwin:
     Raises
     ------
     ConfigError
-        PyTorch has no counterpart of a layer, of the cost or of the optimiser.
+        A layer, the cost or the optimiser has no counterpart in PyTorch.
     """
 
     def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:

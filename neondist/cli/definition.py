@@ -46,7 +46,7 @@ DEFINABLE_NAMES = (
     "feed", "loss", "optimizer", "eval_metrics_fn", "callbacks", "custom_data_reader", "PredictionOutputsProcessor",
     "custom_model",
 )  # fmt: skip
-"""Objects that a file may define under other names."""
+"""Objects of a model-definition file that options may rename."""
 
 
 def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelDefinition:
@@ -69,7 +69,7 @@ def open_record_source(source: str, mode: Mode) -> RecordReader:
 
 
 def create_record_reader(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
-    """Return the reader of a source: the definition's custom reader, or the one for this kind of source."""
+    """Return the reader of a source: the definition's custom reader, or the reader for this kind of source."""
     custom_reader = definition.custom_reader(source)
     return open_record_source(source, mode) if custom_reader is None else UserRecords(source, custom_reader)
 
@@ -77,7 +77,7 @@ def create_record_reader(definition: ModelDefinition, source: str, mode: Mode) -
 def create_samples(
     definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, verbose: bool = True
 ) -> RecordSamples:
-    """Return the samples that `definition.feed` returns for a source's records, without bad ones if `skip_bad`."""
+    """Return the samples that `definition.feed` returns for a source's records, without bad records if `skip_bad`."""
     reader = create_record_reader(definition, source, mode)
     bad = reader.find_bad_records() if skip_bad else []
     if bad and verbose:

@@ -133,7 +133,8 @@ def _check_backends(warnings: list[str]) -> list[tuple[str, str]]:
         )
     lines.append(("compiled kernels", "yes" if is_compiled else "no"))
     names = ", ".join(choice.name for choice in choices)
-    return [*lines, ("auto", f"takes {selected.name}, the first usable of {names}" if selected else "finds none")]
+    choice_text = f"selects {selected.name}, the first usable of {names}" if selected else "finds none"
+    return [*lines, ("auto", choice_text)]
 
 
 def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:

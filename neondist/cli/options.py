@@ -19,12 +19,12 @@ MAX_RANKS = 1_000_000
 MAX_VIRTUAL_RANKS = 4096
 """Maximum number of virtual ranks, each of which is a thread."""
 MAX_INTEGER = 2**31 - 1
-"""Maximum value of all integer options: arrays, HDF5 and MPI reject larger numbers in different ways."""
+"""Maximum value of all integer options; arrays, HDF5 and MPI would reject larger values with various errors."""
 IMPORT_HELP = "a module or .py file that defines custom classes; may be repeated"
 
 
 def add_experiment_options(cmd: argparse.ArgumentParser, ranks_help: str = RANKS_HELP, required: bool = True) -> None:
-    """Add FILE.yaml, -n, --set, --memory, --strategy and --import."""
+    """Add FILE.yaml, -n, --force, --set, --memory, --strategy and --import."""
     cmd.add_argument(
         "file", type=parse_path, metavar="FILE.yaml", nargs=None if required else "?", help="the experiment"
     )

@@ -28,7 +28,7 @@ _EXPERIMENT_OPTIONS = (
 _OPTIONS_WITH_FILE_VALUES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
 _SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MAX_SECONDS = 10**9
-"""Maximum duration: about 30 years; clocks and timeouts overflow at larger ones."""
+"""Maximum duration, about 30 years; longer durations overflow in clocks and timeouts."""
 
 
 def add_parser(commands: Any) -> None:
@@ -168,7 +168,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Validate the experiment for `ranks` ranks and print its plan; starts no MPI."""
+    """Validate the experiment for `ranks` ranks and print its plan, without starting ranks."""
     job = detect_job(os.environ)
     ranks = arguments.ranks or (job.size if job and job.size else 1)
     from ..terminal.rich_console import Console
@@ -205,7 +205,7 @@ def _load_and_prepare(arguments: argparse.Namespace, world: Transport, ranks: in
 
 
 def create_hooks(arguments: argparse.Namespace) -> list[Hook]:
-    """Return the hooks for progress, watchdog and stopping of a run."""
+    """Return the hooks for progress, hang detection, stopping and halo checks of a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
     watchdog = arguments.watchdog or create_watchdog(arguments, owns_process=False)

@@ -284,7 +284,7 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
     Raises
     ------
     Exception
-        The error of the first rank that failed; the other ranks are ended.
+        The error of the first rank that failed; other ranks are stopped.
     """
     if at_once < 1:
         raise ConfigError(f"at_once: {at_once}; expected a number of ranks > 0")

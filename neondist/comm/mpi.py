@@ -74,8 +74,8 @@ def _start_mpi() -> Any:
         unlink_segments(MPI)
     except MPI.Exception as error:  # a RuntimeError
         if MPI.COMM_WORLD.Get_size() > 1:
-            abort_with_error(MPITransport(MPI.COMM_WORLD), error)  # the other ranks would wait for this one
-        raise LaunchError(f"MPI failed at its start ({error}); check the MPI installation") from error
+            abort_with_error(MPITransport(MPI.COMM_WORLD), error)  # other ranks would wait for this rank
+        raise LaunchError(f"MPI failed to start ({error}); check the MPI installation") from error
     return MPI
 
 

@@ -12,7 +12,7 @@ from ..geometry import Box, Piece, RepartitionPlan
 class Redistribution:
     """Redistribution of an array from the boxes that ranks own to the boxes that they need; planned once, run often.
 
-    Boxes refer to an array's last axes; all axes before them are kept whole.
+    Boxes refer to an array's last axes; axes before them are not divided.
 
     Parameters
     ----------

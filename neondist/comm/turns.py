@@ -95,7 +95,7 @@ class _GeneratorStates:
         return self if is_unchanged else _GeneratorStates()
 
     def restore(self, current_states: _GeneratorStates) -> None:
-        """Restore these states, given the current ones."""
+        """Restore these states, given the current states."""
         if current_states is self:
             return
         random.setstate(self.python_state)

@@ -1,4 +1,4 @@
-"""Redistribution of existing activations: to another grid, or to whole arrays."""
+"""Redistribution of activations to another grid, or to whole arrays."""
 
 from __future__ import annotations
 

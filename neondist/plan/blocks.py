@@ -18,9 +18,9 @@ from .section import PlannedSection
 
 Extent = tuple[int, ...]
 Ratio = tuple[int, int]
-IMAGE_COPIES = 4  # copies of a block's image and output in memory: in computation, read ahead, and being written
+IMAGE_COPIES = 4  # copies of a block's image and output in memory, as blocks are read ahead and written in parallel
 _FILE_CHUNK_EXTENT = 256
-"""cells; extents of large blocks are multiples of this, so that each chunk of a file is in one block"""
+"""extents of large blocks are multiples of this number of cells, so that each chunk of a file is in one block"""
 
 MAX_CACHED_BLOCK_KINDS = 4  # kinds of blocks with cached sections: all interior blocks are of one kind
 

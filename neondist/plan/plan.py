@@ -138,7 +138,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def execution_units(self) -> dict[str, list[LayerPlan]]:
-        """Units executed one after the other, by name: layers, and segments of layers."""
+        """Units executed in sequence, by name: layers, and segments of layers."""
         segments = {id(plan.layer): segment for segment in self.segments for plan in segment.plans}
         units: dict[str, list[LayerPlan]] = {}
         for plan in self:

@@ -27,7 +27,7 @@ class LayerWithRegions(NamedTuple):
 def cheapest_ranges(range_cost: Callable[[int, int], float], num_layers: int) -> list[tuple[int, int]]:
     """Return the cheapest cut of `num_layers` layers into ranges [first, last], given the cost of each range.
 
-    Ties go to shorter segments, which compute less.
+    Of equally cheap cuts, shorter ranges are preferred, because they compute less.
     """
     min_costs: list[float] = [0.0] + [inf] * num_layers
     range_starts = [0] * (num_layers + 1)

@@ -21,7 +21,7 @@ tile: output cells of a rank; view: input cells that they depend on, with paddin
 halo: cells of the view owned by other ranks, per sample; maximum over ranks
 sent: halo bytes per training step, forward and backward; maximum and sum over ranks
 memory: view, its gradient, parameters and optimiser state on the rank using the most memory;
-a layer writes its outputs into the view of the next one"""
+a layer writes its outputs into the view of the next layer"""
 _BYTE_COLUMNS = {"sent (max)": "max_sent_bytes", "sent (total)": "total_sent_bytes", "summed": "max_summed_bytes"}
 _UNITS_PER_SECOND = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 PER_RANK_HEAD = "parameters/rank (max)"

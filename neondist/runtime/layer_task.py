@@ -351,7 +351,7 @@ class LayerTask(Task):
             return redistribution.forward(array)
 
     def unshard(self, y: Any) -> Any:
-        """Return the whole of a sharded vector."""
+        """Return the whole vector, given this rank's range of a sharded vector."""
         return self._redistribute("forward", self.output_gather, y)
 
     def shard(self, y: Any) -> Any:

@@ -213,7 +213,7 @@ def test_import_is_lazy():
 def test_auto_selects_torch(capsys):
     assert next(backend.name for backend in nd.available() if backend.usable) == nd.get_backend().name == "torch"
     assert main(["doctor"]) == 0
-    assert "takes torch" in capsys.readouterr().out
+    assert "selects torch" in capsys.readouterr().out
 
 
 def test_auto_selects_numpy_without_torch():

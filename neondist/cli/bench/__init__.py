@@ -75,7 +75,7 @@ def measure_steps(arguments: argparse.Namespace) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
-        # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
+        # PyTorch uses the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.count_cores(os.getppid()) if detect_job(os.environ) is not None else threads.count_cores()
         settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
         progress, least_seconds = first_rank_progress(world.rank, sys.stderr, unit="step", delay=1), 0.0

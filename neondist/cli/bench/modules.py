@@ -231,7 +231,7 @@ def _measurement_error(code: int, stderr: str) -> UserError:
 
 
 def _installed_models(names: list[str], notes: list[str]) -> list[str]:
-    """Return the public models whose packages are installed; missing ones are added to `notes`."""
+    """Return the public models whose packages are installed; add the missing packages to `notes`."""
     from ...bench.public_models import MODELS
 
     packages = {name: MODELS[name].factory.partition(":")[0].partition(".")[0] for name in names}
@@ -257,7 +257,7 @@ def _models_by_family(names: list[str]) -> dict[str, list[str]]:
 def _parse_model_names(text: str) -> list[str]:
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not names:
-        raise argparse.ArgumentTypeError(f"'{text}' does not name a model; give FILE.py:NAME, for instance")
+        raise argparse.ArgumentTypeError(f"'{text}' does not name a model; expected names such as FILE.py:NAME")
     return names
 
 

@@ -173,7 +173,7 @@ def run_bench_for_json(
     create_error : callable
         Returns the error, given a nonzero exit code and the stderr of the process.
     stderr : int or None
-        As in subprocess.run. None: inherited from this process, and `create_error` gets ''.
+        As in subprocess.run. None: inherited from this process, and `create_error` receives ''.
     """
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
@@ -339,5 +339,5 @@ def _parse_seconds_by_rank_count(text: str) -> dict[int, float]:
         except ValueError:
             seconds_by_ranks[options.positive_int(ranks)] = 0.0
         if not 0 < seconds_by_ranks[int(ranks)] < float("inf"):
-            raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; expected for instance 8=0.24,16=0.25")
+            raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; expected a list such as 8=0.24,16=0.25")
     return seconds_by_ranks

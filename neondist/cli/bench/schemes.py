@@ -160,7 +160,7 @@ def _validate_seam_runs(arguments: argparse.Namespace, world: Transport, ranks: 
 def _parse_schemes(arguments: argparse.Namespace) -> list[str]:
     schemes = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not schemes:
-        raise ConfigError("--schemes: no scheme is given; give, for instance, --schemes halo,tower")
+        raise ConfigError("--schemes: no scheme is given; give at least one, such as --schemes halo,tower")
     return schemes
 
 

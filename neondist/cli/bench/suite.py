@@ -102,7 +102,7 @@ def measure_suite(arguments: argparse.Namespace) -> int:
 def add_measured_rows(
     results: dict[str, Any], rows: Iterable[dict[str, Any]], groups: Mapping[str, Sequence[str]], file: Path | None
 ) -> None:
-    """Add rows as they are measured, with the means of the groups; write the results to `file` after each row."""
+    """Add rows as they are measured, and update the means of the groups; write the results to `file` after each row."""
     from ...bench.suite import geometric_means
 
     for row in rows:
@@ -129,7 +129,7 @@ def check_timing_conditions(
 
 
 def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str]:
-    """Return the PyTorch variants that can be measured; reasons for the others are added to `notes`."""
+    """Return the PyTorch variants that can be measured; add the reasons for omitting variants to `notes`."""
     if find_module_spec("torch") is None:
         notes.append("PyTorch is not installed, so only neondist was timed; run pip install 'neondist[torch]'")
         return []
