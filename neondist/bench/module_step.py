@@ -80,7 +80,7 @@ class TimedModuleStep:
         self.first_step_seconds = time.perf_counter() - begin
 
     def __call__(self) -> None:
-        """Train once."""
+        """Run one training step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.compute_loss(flatten_output_tensors(self.executed_module(self.x)), self.targets).backward()
         self.optimizer.step()

@@ -10,7 +10,7 @@ from .arguments import normalise_option_words
 
 
 def print_completions(parser: argparse.ArgumentParser) -> None:
-    """Print completions for the command line in the environment variables that argcomplete's shell code sets; exit."""
+    """Print completions of the command line in argcomplete's environment variables, and exit."""
     from argcomplete import autocomplete
     from argcomplete.completers import FilesCompleter
 

@@ -157,7 +157,7 @@ def _check_threads(warnings: list[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class MPILibrary:
-    """MPI library that mpi4py loads, or the error."""
+    """MPI library that mpi4py loads, or the error if it cannot be loaded."""
 
     library: str = ""
     error: str = ""

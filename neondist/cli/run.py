@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of `run` or `launch` up to a script, and the script with its arguments ([] without one)."""
+    """Return the arguments of `run` or `launch` up to a script, and the script with its arguments ([]: no script)."""
     first_index = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
     for index in range(first_index, len(words)):
         word = words[index]

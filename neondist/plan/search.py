@@ -244,7 +244,7 @@ def choice_table(choice: GridChoice, runner_up: GridChoice | None, reasons: Sequ
 
 
 def choice_reason(choice: GridChoice, runner_up: GridChoice | None) -> str:
-    """Return why the choice is better than the runner-up."""
+    """Return the reason for preferring the choice to the runner-up, as text."""
     if runner_up is None:
         return "reason: no other grid or strategy fits"
     saved_seconds = {part: runner_up.seconds[part] - choice.seconds[part] for part in STEP_PARTS}

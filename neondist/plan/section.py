@@ -29,7 +29,7 @@ from .memory import MemoryPlan, MemoryPlanner
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
-_MAX_MEMORY_FRACTION = 0.95  # if recomputation needs more than this fraction of memory, values are kept
+_MAX_MEMORY_FRACTION = 0.95  # values are kept if recomputation would need more than this fraction of the memory
 MAX_STRIP_BYTES_PER_SAMPLE = 1 << 20  # maximum bytes per sample of a strip with rows='auto', over all layers
 
 
@@ -163,7 +163,7 @@ class Segment:
     Parameters
     ----------
     plans : list of LayerPlan
-        Only the first one's input is exchanged.
+        Only the first layer's input is exchanged.
     rows : int or 'auto'
         Rows of the output per strip, along the first axis.
     """

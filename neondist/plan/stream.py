@@ -33,7 +33,7 @@ class StripwisePlan:
     Strips divide a tile as tiles divide an image under `overlap_tile`: each is computed from all image cells that it
     depends on, without halo exchange. Before a layer with a reduction, all strips are run up to its `reduce`, whose
     results are combined over strips and ranks; in the backward pass, up to its `reduce_backward`. Gradients of
-    intermediate values can be kept (a cut), so that the steps after the cut need not be run again.
+    intermediate values can be kept (a cut), so that later steps (above the cut) need not be run again.
 
     Attributes
     ----------
@@ -193,7 +193,7 @@ class StripwisePlan:
     @property
     def _backward_sweep_ends_without_cuts(self) -> list[int]:
         stops = self.reduction_steps("backward")[::-1]
-        return [*stops[self.extended_output is not None :], -1]  # the sweep across a cut includes the first below it
+        return [*stops[self.extended_output is not None :], -1]  # the sweep across a cut includes the first step below
 
     def possible_cuts(self) -> dict[int, int]:
         """Return the possible cuts: numbers of nodes, and the elements per sample kept at each."""

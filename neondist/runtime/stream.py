@@ -148,7 +148,7 @@ class StripwiseSection:
         """Return the gradient of the input of each pass, given its output's gradient; fill in the layers' grads.
 
         For each layer with a reduction, all strips are run forward again and back to that layer. Strips whose gradients
-        are kept at a cut are not run again after the cut.
+        are kept at a cut are not run again above the cut.
         """
         with self.context.grid.observers.observe("layer", self.name, "backward"):
             strip_groups, stop_step = [_BackwardStrips(self, self.strip_numbers, dys)], self.num_steps

@@ -208,7 +208,7 @@ def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
 
 
 def measure_uncontended_seconds(row: Row, experiment: Any, profile: ProfileFunction = profile_busiest_rank) -> float:
-    """Measure again the seconds per step of a row's busiest rank when nothing else runs."""
+    """Measure the seconds per step of a row's busiest rank again, without other load."""
     return profile(experiment, GridShape(**row["grid"]), COMPARISON_SECONDS).seconds
 
 

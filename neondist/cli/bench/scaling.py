@@ -217,7 +217,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Predict training steps and report the prediction error."""
+    """Predict the times of training steps, and report the prediction error."""
     from threadpoolctl import threadpool_limits
 
     from ...bench.least_time import CoreSpeed

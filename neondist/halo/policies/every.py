@@ -20,7 +20,6 @@ class Every(ExchangePolicy):
     j : int
         Number of steps from one exchange to the next.
     between : {'reuse', 'zeros', 'reflect', 'replicate'}
-        Reuse of received cells, or filling as in `Tower`, between exchanges.
     """
 
     formula = "each way H / j on average, H = n c (2 O (h + w) + 4 O²) elements"
