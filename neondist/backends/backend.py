@@ -76,7 +76,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BackendAvailability:
-    """Name of a backend, whether it is usable here, and why."""
+    """Name of a backend, whether it is usable here, and the reason."""
 
     name: str
     usable: bool

@@ -140,7 +140,7 @@ class CellKernels:
         Parameters
         ----------
         affine : pair of array (C,)
-            Factor gamma and summand beta of each channel.
+            Factor gamma and offset beta of each channel.
         """
         inverse_std = 1 / self.xp.sqrt(var + var.dtype.type(eps))
         return mean, affine[0] * inverse_std, affine[1].copy(), inverse_std

@@ -341,7 +341,7 @@ KERNEL void batch_scale_shift(const T *moments, T *mean, T *var, const T *gamma,
     }
 }
 """
-"""Mean, scale, shift and root (4, C) from moments (1 + 2 C); updates the running mean and variance"""
+"""Mean, scale, shift and 1 / standard deviation (4, C) from moments (1 + 2 C); updates running mean and variance"""
 
 BATCH_NORM_GRADIENT_FACTORS = """
 KERNEL void batch_gradient_factors(const T *sums, const T *count, const T *gamma, const T *root, T *result,

@@ -190,7 +190,7 @@ class TorchKernelMixin(Kernels):
     def _prefers_torch_conv(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
         """Return whether torch's convolution is faster: oneDNN supports float32; single volumes are slow without it.
 
-        The backward pass of channels-last kernels of one cell with a stride crashes on some processors (PyTorch 2.13).
+        The backward pass of strided channels-last kernels of one cell crashes on some processors (PyTorch 2.13).
         """
         if max(stride) > 1 and prod(kernel) == 1:
             return False

@@ -150,7 +150,7 @@ def zero_cells_between_strides(dx: Any, stride: Ints) -> None:
 
 
 class StripAccumulator:
-    """Accumulates the gradients of overlapping strips in `dx`; cells that no window uses become zero.
+    """Accumulator of the gradients of overlapping strips in `dx`; cells that no window uses become zero.
 
     No row is written before the last strip that uses it, so that dx may share the memory of the view.
 

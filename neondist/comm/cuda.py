@@ -25,7 +25,7 @@ def reports_cuda_support(mpi: Any) -> bool | None:
 
 
 def verify_device_messages(comm: Any, array: Any) -> bool:
-    """Return whether a message of this rank to itself, between two halves of a device array, arrives.
+    """Return whether a message from this rank to itself, between the two halves of a device array, arrives.
 
     Parameters
     ----------

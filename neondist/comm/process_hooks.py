@@ -42,7 +42,7 @@ class ExceptionAndExitHooks(ChainedHook):
         return hooks
 
     def remove_grid(self, transport: Transport) -> None:
-        """Remove a closed grid; after the last one, undo all effects on the process."""
+        """Remove a closed grid; after the last grid, undo all effects on the process."""
         self.open_worlds.remove(transport)
         if not self.open_worlds:
             atexit.unregister(self.check_exit)
@@ -52,7 +52,7 @@ class ExceptionAndExitHooks(ChainedHook):
 
     def __call__(self, error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """End the job; called by Python as the excepthook."""
-        if not self.open_worlds:  # a hook installed later delegates to this one
+        if not self.open_worlds:  # a hook installed later delegates to this hook
             self.previous_hook(error_type, error, traceback)
         elif isinstance(error, UserError) and isinstance(self.previous_hook, ScriptErrorHook):
             self.previous_hook.report(error)

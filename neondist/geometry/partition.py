@@ -17,7 +17,7 @@ Place: TypeAlias = "Sequence[int] | Mapping[int, Range]"
 
 
 def part_range(extent: int, parts: int, part: int) -> Range:
-    """Return the half-open range of a part of `extent` cells; the first extent % parts parts have one more cell."""
+    """Return the half-open range of a part of `extent` cells; the first `extent % parts` parts have one more cell."""
     min_size, remainder = divmod(extent, parts)
     lo = part * min_size + min(part, remainder)
     return lo, lo + min_size + (part < remainder)
@@ -54,7 +54,7 @@ class Atom(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=1024)
     def even(extent: int, axis: int, parts: int) -> Atom:
-        """Return a range of cells split evenly: each of the first extent % parts parts has one cell more."""
+        """Return a range of cells split evenly: the first `extent % parts` parts have one more cell."""
         return Atom(extent, axis, (*(part_range(extent, parts, part)[0] for part in range(parts)), extent))
 
     @property

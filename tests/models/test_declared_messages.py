@@ -72,9 +72,9 @@ def make_conv(scheme):
     [
         (
             make_conv(Twice()),
-            "Twice has exchanged 2 times in one call forward, but its exchanges_per_call declares 1 to 1",
+            "Twice has exchanged 2 times in one call of forward, but its exchanges_per_call declares 1 to 1",
         ),
-        (make_conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes returns"),
+        (make_conv(Halves()), r"Halves sends messages of \[.*\] bytes in forward, but its message_bytes returns"),
         (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* elements"),
         (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 elements forward, but reductions_for declares 3"),
     ],

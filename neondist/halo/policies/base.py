@@ -96,16 +96,17 @@ class ExchangePolicy(Registered, ABC):
         declared_bytes = [self.message_bytes(n, itemsize, direction) for n in elements]
         if list(sent) != declared_bytes:
             raise PlanMismatchError(
-                f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
-                f" returns {declared_bytes}; make them agree (docs/adding_a_scheme.md)"
+                f"scheme {type(self).__name__} sends messages of {list(sent)} bytes in {direction}, but its"
+                f" message_bytes returns {declared_bytes}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def check_exchange_count(self, count: int, direction: str) -> None:
         """Raise PlanMismatchError if the number of exchanges started by a call differs from `exchanges_per_call`."""
         min_count, _, max_count = self.exchanges_per_call(direction)
         if not min_count <= count <= max_count:
+            times = counted(count, "time")
             raise PlanMismatchError(
-                f"scheme {type(self).__name__} has exchanged {counted(count, 'time')} in one call {direction}, but its"
+                f"scheme {type(self).__name__} has exchanged {times} in one call of {direction}, but its"
                 f" exchanges_per_call declares {min_count} to {max_count}; make them agree (docs/adding_a_scheme.md)"
             )
 

@@ -17,7 +17,7 @@ _KIND_OF_EVENT = {"halo": "exchange", "wait": "wait"}
 
 
 class Clock(Observer):
-    """Charges time to the innermost piece of work in progress.
+    """Observer that charges time to the innermost event in progress.
 
     Attributes
     ----------
