@@ -3,7 +3,7 @@
 Usage: python tools/make_embedded_mnist.py FOLDER
 
 Draws 1,000 training and 200 test digits of each class, shuffles them, and writes four gzipped IDX files to
-neondist/data/embedded. The output is reproducible: the draw is seeded, and the gzip headers have no time.
+neondist/data/datasets/embedded. The output is reproducible: the draw is seeded, and gzip headers contain no time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = 28
 
 
 def main() -> None:
-    """Read the official files (checked bit for bit), write the subset."""
+    """Read and verify the official files, and write the subset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", help="folder of the four official files")
     parser.add_argument("--to", type=Path, default=EMBEDDED_FOLDER, help="output folder (default: the package)")
