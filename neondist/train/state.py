@@ -53,7 +53,7 @@ class EpochRecord(dict[str, Any]):
 
 
 def nonfinite_to_none(value: Any) -> Any:
-    """Replace non-finite values by None, for JSON, in a number, a list or a mapping."""
+    """Replace non-finite values with None, for JSON, in a number, a list or a mapping."""
     if isinstance(value, Mapping):
         return {name: nonfinite_to_none(item) for name, item in value.items()}
     if isinstance(value, list):

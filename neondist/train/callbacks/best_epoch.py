@@ -54,9 +54,10 @@ class Best(Registered):
         """Raise ConfigError if the metric belongs to a split that the data set does not have."""
         split = next((name for name in SPLITS if (self.number or "").startswith(f"{name}_")), "test")
         if self.number is not None and split not in splits:
+            alternative = " (HDF5Dataset: test_share: 0.1)" if split == "test" else ""
             error = ConfigError(
-                f"number: no '{self.number}', because the data set has no {split} split; set {split}: 0.1 in the data"
-                f" set, or choose a metric of the {splits[-1]} split"
+                f"number: no '{self.number}', because the data set has no {split} split; set {split}: 0.1{alternative}"
+                f" in the data set, or choose a metric of the {splits[-1]} split"
             )
             error.subject = self
             raise error.mark_raised_on_all_ranks()

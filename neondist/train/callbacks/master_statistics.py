@@ -21,10 +21,6 @@ class JobStatisticsHook(Hook):
 
     The other numbers of the record are those of the worker that writes it, except for the training loss if that worker
     has trained no minibatch of the epoch. The hook does not wait for a restarting master.
-
-    Parameters
-    ----------
-    worker : AsyncWorkerSpec
     """
 
     def __init__(self, worker: AsyncWorkerSpec) -> None:

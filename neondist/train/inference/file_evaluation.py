@@ -203,7 +203,7 @@ class _BlockMetricAccumulator:
             if part.reduced_elements_per_sample(output_shape):
                 if not isinstance(part, Dice):
                     raise ConfigError(
-                        f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"
+                        f"cost: {type(part).__name__} needs whole images; give more memory (--memory) or use more ranks"
                     )
                 self.sums_per_sample[part] = np.zeros((num_samples, 2 * output_shape[-1]))
         for metric in self.metrics:
