@@ -21,7 +21,7 @@ def fill_missing(path: str, cells: np.ndarray, fill: float | None) -> np.ndarray
         return cells
     missing = np.isnan(cells)
     if np.isinf(cells).any():
-        raise DataError(f"{path}: has infinite values; replace them by NaN and set the data set's fill, or remove them")
+        raise DataError(f"{path}: has infinite values; replace them with NaN and set the data set's fill")
     if not missing.any():
         return cells
     if fill is None:

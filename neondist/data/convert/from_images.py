@@ -219,7 +219,7 @@ def _require_inside(root: Path, path: Path) -> None:
 
 def _reject_link(root: Path, path: Path, target_kind: str = "folder") -> None:
     problem = f"is a link to a {target_kind}, possibly outside {root}, and is not followed"
-    raise DataError(f"{path}: {problem}; replace it by the {target_kind}")
+    raise DataError(f"{path}: {problem}; replace it with the {target_kind}")
 
 
 def find_split_folders(folder: Path) -> tuple[dict[str, Path], list[Path]]:

@@ -83,7 +83,9 @@ def cifar_splits(path: Path) -> dict[str, SplitSource]:
             for batch in source.read_batches(names):
                 for images, classes in decode_batch(batch):
                     if classes.max(initial=0) > 9:
-                        raise DataError(f"{path}: has class {classes.max()}: damaged, or CIFAR-100; download CIFAR-10")
+                        raise DataError(
+                            f"{path}: has class {classes.max()}, so it is damaged or CIFAR-100; download CIFAR-10"
+                        )
                     yield images, classes
 
         num_samples = sum(sizes[name] for name in names) // RECORD_BYTES

@@ -30,11 +30,6 @@ REMEDY = "replace it with a good copy, for instance with: neondist data mnist --
 class MaybeGzipStream:
     """Sequential stream of a file's bytes, decompressed if its content (not its name) is gzip; a context manager.
 
-    Attributes
-    ----------
-    is_gzip : bool
-    size_on_disk : int
-
     Raises
     ------
     DataError

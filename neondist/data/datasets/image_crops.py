@@ -22,10 +22,6 @@ _MAX_OPEN_FILES, _MAX_OPEN_ONE_CHUNK_FILES = 64, 4  # files stored as one chunk 
 class RandomCropPositions:
     """Random positions of the crops of an epoch; they depend only on the seed, the epoch and the samples' keys.
 
-    Attributes
-    ----------
-    epoch : int
-
     Parameters
     ----------
     sample_keys : array of int, one per sample

@@ -23,10 +23,6 @@ class CsvRecords(RecordReader):
 
     A row is an array of float64, or of text if a column of the first row has text. The first line is a header if it
     has text in a column whose next entry is a number, or if it numbers the columns after an empty cell.
-
-    Parameters
-    ----------
-    path : path
     """
 
     def __init__(self, path: Path) -> None:

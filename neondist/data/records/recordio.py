@@ -93,12 +93,7 @@ class RecordIOWriter:
 
 
 class RecordIORecords(RecordReader):
-    """Records of a RecordIO file: arrays in .npy format, otherwise arrays of bytes (uint8).
-
-    Parameters
-    ----------
-    path : path
-    """
+    """Records of a RecordIO file: arrays in .npy format, otherwise arrays of bytes (uint8)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
