@@ -22,7 +22,7 @@ def split_stack_name(name: str) -> list[str]:
 
 
 class ChannelStack(TileSource):
-    """Image whose channels are those of several sources, with the metadata of the first source.
+    """Image that stacks the channels of several sources, with the metadata of the first source.
 
     Parameters
     ----------

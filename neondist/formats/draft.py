@@ -83,7 +83,7 @@ class DraftSink(TileSink):
     def _create_empty_file(self, like: TileSource | None) -> dict[str, Any]:
         """Create the file at `_temp_path` without its cells, on rank 0; return the arguments of `_open_created_file`.
 
-        Set `chunks` to those of the file.
+        Set `chunks` to the chunk shape of the file.
         """
 
     @abstractmethod
@@ -229,7 +229,7 @@ def _replaced_path(path: Path) -> Path:
 
 
 def _remove_side_files(path: Path) -> None:
-    """Remove all temporary files of a sink; the description last, since later processes find the others through it."""
+    """Remove all temporary files of a sink; the description last, since later processes find the rest through it."""
     draft_path = partial_path(path)
     packed, lock_path = (draft_path.with_name(draft_path.name + suffix) for suffix in (COMPRESSED_SUFFIX, LOCK_SUFFIX))
     for temporary in (_replaced_path(path), packed, partial_path(packed), lock_path, draft_path):

@@ -95,7 +95,7 @@ class HDF5Source(TileSource):
 
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes (None if the file does not name them), the dtype of the values, and metadata for sinks."""
-        # HDF5's own dimension labels are not used: libhdf5 crashes on damaged ones
+        # HDF5's own dimension labels are not used: libhdf5 crashes on damaged labels
         axes = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
         axes = axes if axes.isascii() and axes.isupper() and axes.isalpha() else ""
         metadata = {name: None for name in array.attrs if name not in _OWN_ATTRIBUTES}

@@ -260,7 +260,7 @@ def _open_pillow_image(path: Path, target_size: tuple[int, int] | None) -> Itera
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
     logging.getLogger("PIL").addHandler(_SILENT_HANDLER)  # adding it again does nothing
-    # given a name, Pillow would memory-map the file, which crashes on truncated images and scrambles rotated ones
+    # given a name, Pillow would memory-map the file, which crashes on truncated images and scrambles rotated images
     with (
         _PILLOW_LOCK,
         _convert_decode_errors(path),

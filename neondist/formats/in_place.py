@@ -55,7 +55,7 @@ class CellLayout:
                 for cut, lo, b in zip(cells, block_start, self.block, strict=True)
             ]
             extents = [cut.stop - cut.start for cut in block_cells]
-            first_full_axis = len(block_cells)  # this axis and all later ones are covered completely
+            first_full_axis = len(block_cells)  # axes from this one on are covered completely
             while first_full_axis > 1 and extents[first_full_axis - 1] == self.block[first_full_axis - 1]:
                 first_full_axis -= 1
             offsets = np.array([self.offsets[int(np.ravel_multi_index(place, block_counts))]], np.int64)
@@ -70,7 +70,7 @@ class InPlaceSink(DraftSink):
 
     @abstractmethod
     def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
-        """Create the file without its cells, and return their layout; set `chunks` to those of the file."""
+        """Create the file without its cells, and return their layout; set `chunks` to the chunk shape of the file."""
 
     def flush(self) -> None:
         """Flush to disk everything that this rank has written."""

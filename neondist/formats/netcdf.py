@@ -155,7 +155,7 @@ class NetCDFSource(HDF5Source):
         """Return the name and the variable of each dimension; '' and None for unnamed dimensions.
 
         Dimensions list the variables that use them. HDF5's references in these lists are compared as addresses and
-        never dereferenced, since libhdf5 crashes on damaged ones.
+        never dereferenced, since libhdf5 crashes on damaged references.
         """
         import h5py
 
@@ -294,7 +294,7 @@ class NetCDFSink(HDF5Sink):
         self.lost_metadata = list(dict.fromkeys(self.lost_metadata))
 
     def _dimension_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
-        """Return the extent of each dimension by name; `names` are those of the `like` variable by letter."""
+        """Return the extent of each dimension by name; `names` maps axis letters to names in the `like` variable."""
         names = {**dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True)), **names}
         sizes = {names.get(axis, axis.lower()): n for axis, n in zip(self.axes, self.shape, strict=True)}
         if self.one_array_per_channel:
@@ -341,7 +341,7 @@ def _write_dimensions(file: Any, sizes: Mapping[str, int], coordinates: Containe
 
 
 def _storable_attributes(item: Any, unreadable_prefix: str, unreadable: list[str]) -> dict[str, Any]:
-    """Return attributes of numbers or fixed-length text; append names of others, except netCDF's, to `unreadable`."""
+    """Return attributes of numbers or fixed-length text; append other names, except netCDF's, to `unreadable`."""
     storable: dict[str, Any] = {}
     for name in item.attrs:
         if name in _OWN_ATTRIBUTES or name.startswith("_N"):
@@ -373,7 +373,7 @@ def _addresses_of_dimension_users(scale: Any) -> list[tuple[int, int]]:
 
 
 def _all_attributes(array: Any) -> dict[str, Any]:
-    """Return all attributes: text as str, numbers as arrays, None for others and for variable-length text."""
+    """Return all attributes: text as str, numbers as arrays, None for other types and for variable-length text."""
     values = dict.fromkeys(array.attrs) | _storable_attributes(array, "", [])
     return {name: v.decode(errors="replace") if isinstance(v, bytes) else v for name, v in values.items()}
 

@@ -23,9 +23,8 @@ PACKING_ATTRIBUTES = frozenset(
 class Packing:
     """Conversion of the stored numbers of a variable to values.
 
-    Packed numbers become floats of the dtype to which NumPy promotes their dtype and those of `scale_factor` and
-    `add_offset`; missing values become NaN. Integers with neither of these attributes are not converted, and their
-    missing values are kept.
+    Packed numbers become floats of the dtype to which NumPy promotes them with `scale_factor` and `add_offset`; missing
+    values become NaN. Integers with neither of these attributes are not converted, and their missing values are kept.
 
     Parameters
     ----------

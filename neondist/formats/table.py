@@ -216,7 +216,7 @@ def create_sink(
 
 
 def iter_formats() -> Iterator[Format]:
-    """Yield all formats, the built-in ones first."""
+    """Yield all formats, built-in formats first."""
     yield from BUILT_IN_FORMATS
     from importlib.metadata import entry_points  # slow to import
 

@@ -44,7 +44,7 @@ _SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints tifffile's wa
 
 
 class TIFFSource(TileSource):
-    """Image in a TIFF file, by default the first; 'FILE:1' is the second. Levels are those of the image's pyramid.
+    """Image in a TIFF file, by default the first ('FILE:1' is the second), with the resolution levels of its pyramid.
 
     In floating-point images, cells that have GDAL's nodata value, or are excluded by a mask (in the file, or FILE.msk),
     become NaN, as in NetCDF; integers are not converted. Images are rotated according to their orientation tag.

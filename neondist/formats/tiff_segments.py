@@ -152,7 +152,7 @@ class SegmentDecoder:
         return cells.reshape(extents), corner, extents
 
     def _check_itemsize(self, tile: Any, index: int) -> Any:
-        """Return the tile unchanged; DataError if its items are larger than those of the image."""
+        """Return the tile unchanged; DataError if its items are larger than the image's."""
         if tile.dtype.itemsize > self._dtype.itemsize:
             raise self._damage_error(index, f"has {tile.dtype} cells in an image of {self._dtype}")
         return tile

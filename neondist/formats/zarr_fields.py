@@ -39,7 +39,7 @@ def dimension_names(array: Any) -> tuple[str, ...]:
 
 
 def decoded_attributes(array: Any) -> dict[str, Any]:
-    """Return attributes, including Zarr 2's fill value: text as str, numbers as arrays, None for others."""
+    """Return attributes, including Zarr 2's fill value: text as str, numbers as arrays, None for other types."""
     values = {
         name: _decode_attribute(value)
         for name, value in dict(array.attrs).items()
@@ -95,7 +95,7 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
 
 
 def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or the variable with the most dimensions to which no other refers; DataError otherwise."""
+    """Return the only array, or the unreferenced variable with the most dimensions; DataError if there is no such array."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
         aux_names = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}
