@@ -26,9 +26,9 @@ def decompressed_size(codec: str, compressed: bytes | memoryview, limit: int) ->
     Parameters
     ----------
     codec : str
-        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; None is returned for others.
+        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; for other codecs, return None.
     compressed : bytes
-        Compressed bytes; 0 is returned for bytes that are recognised as damaged or incomplete.
+        Compressed bytes; if they are recognised as damaged or incomplete, return 0.
     limit : int
     """
     try:

@@ -1,4 +1,4 @@
-"""Block-wise transfer of arrays between a root rank and the others; no rank holds a distributed array in full."""
+"""Block-wise transfer of arrays between a root rank and the other ranks; no rank holds a distributed array in full."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def sync_state_parts(states: Sequence[SyncState], world: Transport) -> list[Arra
 
 
 def restore_sync_state(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
-    """Restore the states; keep replicated ones that do not match, and set missing states of ranks to 0. Collective.
+    """Restore the states; keep replicated states that do not match, and set missing states of ranks to 0. Collective.
 
     Returns
     -------

@@ -114,7 +114,7 @@ class _CheckpointDraft:
 
 
 def _to_output_error(path: Path, error: Exception) -> Exception:
-    """Convert an error of the file system or of HDF5 into OutputError; return others unchanged."""
+    """Convert an error of the file system or of HDF5 into OutputError; return other errors unchanged."""
     if not isinstance(error, OSError | RuntimeError):
         return error
     return OutputError(_write_error_message(path, short_reason(error)))
