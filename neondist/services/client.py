@@ -299,7 +299,7 @@ class ParameterClient:
         self.remove_lost_worker(self.worker)
 
     def remove_lost_worker(self, worker: str) -> None:
-        """Remove a lost worker, so that others do not wait for it."""
+        """Remove a lost worker, so that other workers do not wait for it."""
         self._server_connections.call_method_on_all_servers("leave", {"worker": worker})
 
     def count_departed_workers(self) -> int:

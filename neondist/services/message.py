@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 1
 HEADER = struct.Struct("<4sHHIQ")
 """Fields: magic, protocol version, 0, bytes of the description, bytes of the arrays."""
 CHUNK_BYTES = 1 << 20
-"""Largest chunk of a message in bytes; gRPC is slower with larger ones."""
+"""Largest chunk of a message in bytes; gRPC is slower with larger chunks."""
 MAX_DESCRIPTION_BYTES = 64 << 20
 ALIGNMENT_BYTES = 16
 _SENDABLE_DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")

@@ -204,7 +204,7 @@ def place_parameters(
     servers : int
     tables : sequence of EmbeddingTableSpec
     decayed_names : iterable of str, optional
-        Names of the parameters to which weight decay applies if biases are exempt. Default: those with several axes.
+        Parameters to which weight decay applies if biases are exempt. Default: parameters with several axes.
 
     Raises
     ------

@@ -100,9 +100,9 @@ class AppliedMinibatches:
 
 
 class StalenessBound:
-    """Bound on how many steps a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
+    """Bound on the lead of workers over the slowest one, in steps (stale synchronous parallel, Ho et al. 2013).
 
-    A worker that has finished step i may continue once all others have finished step i - staleness.
+    A worker that has finished step i may continue once all other workers have finished step i - staleness.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class StalenessBound:
         self.steps_by_worker: dict[str, int] = {}
 
     def add_worker(self, worker: str) -> None:
-        """Add a worker, at the step of the slowest one; a worker already present is unchanged."""
+        """Add a worker at the step of the slowest worker, unless it is already present."""
         self.steps_by_worker.setdefault(worker, min(self.steps_by_worker.values(), default=0))
 
     def remove_worker(self, worker: str) -> None:

@@ -37,7 +37,7 @@ CHECKPOINT_PREFIX = "checkpoint-"
 _FAILURES_BEFORE_WARNING = 10
 """Consecutive failures after which the reason is printed."""
 _HOLD_TIMEOUT_SECONDS = 2.0
-"""Seconds for which a save holds back gradients until all servers have applied the same ones; then it is retried."""
+"""Seconds for which a save holds back gradients until all servers have applied the same minibatches."""
 
 
 class ServerRestoreError(ServiceError):

@@ -91,7 +91,7 @@ class ParameterServer(Service):
             return Message({"initialized": self._state is not None, "taken": accepted})
 
     def pull_variable(self, request: Message) -> Reply:
-        """Wait for a version, then return all dense values if they are newer than those of the caller.
+        """Wait for a version, then return all dense values if they are newer than the caller's.
 
         With `slots`, return them unconditionally, together with the optimiser's state.
         """
@@ -234,8 +234,8 @@ class ParameterServer(Service):
     def load_checkpoint(self, request: Message) -> Message:
         """Load this server's parts of a checkpoint of any number of servers.
 
-        A request without a layout keeps the configuration of this server; if it has none, its configuration is that of
-        server `index` of `servers` in the checkpoint.
+        A request without a layout keeps the configuration of this server or, if there is none, takes the configuration
+        of server `index` of `servers` from the checkpoint.
         """
         folder, configuration = self._folder_of_checkpoint(request), request
         with self._condition:

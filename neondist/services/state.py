@@ -31,10 +31,10 @@ class SyncPolicy:
     grads_to_wait : int
         Number of gradients in a round; fewer if there are fewer workers.
     version_tolerance : int
-        Synchronous mode: maximum age, in updates, of the values from which a gradient was computed; others are
-        rejected.
+        Synchronous mode: maximum age, in updates, of the values from which a gradient was computed; older gradients
+        are rejected.
     staleness : int or None
-        Asynchronous mode: number of steps by which a worker may be ahead of the slowest one. None: unbounded.
+        Asynchronous mode: number of steps by which a worker may be ahead of the slowest worker. None: unbounded.
     modulate : bool
         Asynchronous mode: divide the learning rate by the number of updates (at least 1) since a gradient's values were
         pulled.

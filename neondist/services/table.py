@@ -113,7 +113,7 @@ class EmbeddingTable:
         self._positions.update(zip(ids.tolist(), range(start, stop), strict=True))
 
     def _grow(self, capacity: int) -> None:
-        """Reallocate all arrays; views of the old ones stay valid."""
+        """Reallocate all arrays; views of the old arrays stay valid."""
         count = self.row_count
         ids, values = np.empty(capacity, np.int64), np.empty((capacity, self.spec.dim), self.spec.dtype)
         ids[:count], values[:count] = self.ids, self.values

@@ -26,7 +26,7 @@ from .wire import read_token
 SERVERS_VARIABLE, MASTER_VARIABLE, WORKER_VARIABLE = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers, address of the master, index of the worker."""
 POLICY_VARIABLE = "NEONDIST_SYNC_POLICY"
-"""Environment variable of a worker: JSON of the `SyncPolicy`, if it overrides that of the strategy."""
+"""Environment variable of a worker: JSON of the `SyncPolicy`, if it overrides the strategy's policy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AsyncWorkerSpec:
         Address of the master.
     token : str
     policy : SyncPolicy, optional
-        Policy for the application of gradients. Default: that of the strategy.
+        Policy for the application of gradients. Default: the strategy's policy.
     """
 
     index: int
@@ -107,7 +107,7 @@ class ServerUpdate(RemoteUpdate):
         Number of samples of these minibatches.
     may_initialize : bool
         Whether this worker may initialise the servers with its values and its optimiser's state. In a resumed job,
-        only the first worker has those of the checkpoint.
+        only the first worker has loaded the checkpoint.
 
     Attributes
     ----------
