@@ -130,7 +130,7 @@ class ForkServer:
         name : str
             Process name, as shown by `ps` and `top`.
         output : int, optional
-            stdout of the process: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
+            stdout of the process: subprocess.PIPE or subprocess.DEVNULL. Default: this process's stdout.
         """
         read_fd = None
         if output == subprocess.PIPE:
@@ -186,7 +186,7 @@ def open_fork_server(
 ) -> Iterator[ForkServer | None]:
     """Import modules with `import_modules`, and yield a fork server that has loaded them; None if this fails.
 
-    Open it before this process runs user code or starts threads. `timeout` is that of ForkServer.
+    Open it before this process runs user code or starts threads. `timeout` is passed to ForkServer.
     """
     if not _import_and_check_forking(import_modules):
         yield None

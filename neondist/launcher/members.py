@@ -217,7 +217,7 @@ class RankRoster:
         return excluded
 
     def exclude_hosts(self, hosts: Iterable[str]) -> list[str]:
-        """Exclude unusable hosts, except the chief; return the excluded ones."""
+        """Exclude unusable hosts, except the chief; return the excluded hosts."""
         if self.host_pool is None:
             return []
         excluded = [host for host in hosts if host != self._chief_address]

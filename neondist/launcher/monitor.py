@@ -194,7 +194,7 @@ class Monitor:
         dead_connections = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
         if not dead_connections:
             return
-        for connection in self._connections:  # a failing rank reports before the launcher ends the others
+        for connection in self._connections:  # a failing rank reports before the launcher ends the other ranks
             connection.read(self)
         any_failed = any(rank_state.exit_code for rank_state in self.rank_states.values())
         for connection in dead_connections:
@@ -261,7 +261,7 @@ class _Connection:
             self.closed = True
 
     def _handle_received_lines(self, monitor: Monitor) -> bool:
-        """Process complete lines; return False if they are not those of a rank."""
+        """Process complete lines; return False if they do not come from a rank."""
         if not self._authenticated:
             if len(self._received_bytes) < PROOF_BYTES:
                 return True

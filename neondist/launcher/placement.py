@@ -176,7 +176,7 @@ def open_job_placement(
     Raises
     ------
     LaunchError
-        mpirun is not that of Open MPI, or some nodes are unusable; the message names all of these.
+        mpirun is not Open MPI's, or nodes are unusable; the message names all unusable nodes.
     """
     resources = arguments.resources
     if resources is None and arguments.hosts is None:

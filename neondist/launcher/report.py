@@ -29,5 +29,5 @@ def is_reporting_rank() -> bool:
     job = detect_job(os.environ)
     if job is None or job.is_first_rank:
         return True
-    time.sleep(3)  # mpirun ends the others once a rank exits: let the printing rank be first
+    time.sleep(3)  # mpirun ends all ranks once one exits: let the printing rank be first
     return False

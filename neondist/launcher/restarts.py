@@ -22,7 +22,7 @@ def checkpoint_versions(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def restore_newest_checkpoint(folder: Path) -> Path:
-    """Return the newest intact checkpoint of a run (the newest if all are damaged), copied over damaged newer ones."""
+    """Return the newest intact checkpoint of a run, copied over damaged newer files; the newest if all are damaged."""
     from ..io.checkpoint import list_step_checkpoints
     from ..io.checkpoint.checksum import verify_checksum
     from ..io.files import atomic_replacement

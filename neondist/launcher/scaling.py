@@ -209,5 +209,5 @@ def describe_worker_count_change(old_count: int, new_count: int, reason: str) ->
 
 
 def choose_workers_to_release(indices: Sequence[int], count: int) -> list[int]:
-    """Return the workers to release: the last ones; never worker 0, which writes the output of the run."""
+    """Return the workers to release, the last first, but never worker 0, which writes the output of the run."""
     return sorted((index for index in indices if index > 0), reverse=True)[:count]

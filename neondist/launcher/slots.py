@@ -53,7 +53,7 @@ class WorkerBounds:
 def fair_shares(slots: int, jobs: Sequence[WorkerBounds]) -> list[int]:
     """Return the number of workers of each job, in order of arrival.
 
-    Jobs get their minimum in this order, up to the first one whose minimum does not fit; that job and later ones get 0.
+    Jobs get their minimum in this order, up to the first job whose minimum does not fit; it and all later jobs get 0.
     Further workers are assigned one by one to the job with the fewest slots that is below its maximum.
 
     Parameters
@@ -114,7 +114,7 @@ class SharedSlotTable:
     ----------
     bounds : WorkerBounds
     folder : Path, optional
-        Folder of the files of jobs that share slots. Default: that of the user.
+        Folder of the files of jobs that share slots. Default: `shared_slots_folder()`.
 
     Raises
     ------
@@ -214,14 +214,14 @@ class SharedSlotTable:
         return new_hosts if self.workers + len(new_hosts) >= self.bounds.min_workers else []
 
     def _fair_share(self, hosts: Mapping[str, int], others: list[_JobEntry]) -> int:
-        """Return the fair share of this job, in workers; running jobs precede waiting ones."""
+        """Return the fair share of this job, in workers; running jobs precede waiting jobs."""
         entries = sorted([self._own_entry, *others], key=lambda entry: (entry.is_waiting, entry.order))
         shares = fair_shares(sum(hosts.values()), [entry.bounds for entry in entries])
         return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own_entry)
 
     @contextmanager
     def _update_own_entry(self) -> Iterator[list[_JobEntry] | None]:
-        """Yield the entries of other jobs, and write that of this job on exit.
+        """Yield the entries of other jobs, and write this job's entry on exit.
 
         Yields None while the files are locked or if they were removed; a running job then keeps its slots.
         """

@@ -119,7 +119,7 @@ def supervise_command(
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    notice_filter.notices += stdout_filter.notices  # such as that of a daemon whose ssh exited
+    notice_filter.notices += stdout_filter.notices  # such as the notice of a daemon whose ssh exited
     ending_signals = [number for number in forwarder.received_signals if number in ENDING_SIGNALS]
     ending = _determine_ending(code, ending_signals, monitor, notice_filter)
     if stop_sent and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
