@@ -51,7 +51,7 @@ class TaskSpecDef:
     ps_hosts, worker_hosts, master : list of str, or comma-separated text, optional
         Addresses; at most one of the master.
     num_workers : int, optional
-        Number of workers besides `master`. Default: that of `worker_hosts`.
+        Number of workers besides `master`. Default: the number of `worker_hosts`.
     generation : int
         Number of restarts of the job.
 
