@@ -45,7 +45,7 @@ class TrainingRole:
     folder : path, optional
         Folder of the checkpoints.
     writes_checkpoints : bool
-        Whether the ranks of this grid write checkpoints; others only read them.
+        Whether the ranks of this grid write checkpoints; other ranks only read them.
     log_every_steps, summary_intervals : log_step_count_steps and save_summaries_(steps, secs) of DistributedSession
     grace_seconds : float
         Seconds to wait at the end for ranks still in their loop.
