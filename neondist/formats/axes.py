@@ -88,12 +88,10 @@ def squeeze_channels(axes: str, shape: tuple[int, ...], options: Mapping[str, An
 
 def box_to_slices(box: BoxLike, shape: Sequence[int], name: str) -> Cells:
     """Return a box as slices of an array; ShapeError if the number of axes is wrong, or the box exceeds the array."""
-    bounds = (
-        list(box.axes())
-        if isinstance(box, Box)
-        else [_slice_bounds(part, n) for part, n in zip(box, shape, strict=False)]
-    )
-    ndim = box.ndim if isinstance(box, Box) else len(box)
+    if isinstance(box, Box):
+        bounds, ndim = list(box.axes()), box.ndim
+    else:
+        bounds, ndim = [_slice_bounds(part, n) for part, n in zip(box, shape, strict=False)], len(box)
     if ndim != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, shape, strict=False)):
         raise ShapeError(
             f"{name}: box {bounds} does not fit in an array of shape {list(shape)}; give one pair of bounds"

@@ -95,11 +95,9 @@ class TileSource(ABC):
         self.stored_axes = Axes(axes)
         self.shape, self.axes = self.stored_axes.to_channels_last(shape), self.stored_axes.channels_last_letters
         self.dtype = np.dtype(dtype).newbyteorder("=")
-        self.chunks = (
-            None
-            if chunks is None
-            else self.stored_axes.to_channels_last([min(c, n) for c, n in zip(chunks, shape, strict=True)])
-        )
+        self.chunks: tuple[int, ...] | None = None
+        if chunks is not None:
+            self.chunks = self.stored_axes.to_channels_last([min(c, n) for c, n in zip(chunks, shape, strict=True)])
         if self.dtype.kind not in "fiub":
             raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
         if min(self.shape) < 1:

@@ -296,9 +296,8 @@ def _letters_from_attributes(attributes: Mapping[str, Any]) -> set[str]:
 
 
 def _letters_from_name(name: str) -> set[str]:
-    return {next((letter for letter, pattern in _NAME_PATTERNS.items() if re.fullmatch(pattern, name.lower())), "")} - {
-        ""
-    }
+    matches = (letter for letter, pattern in _NAME_PATTERNS.items() if re.fullmatch(pattern, name.lower()))
+    return set(next(matches, ""))
 
 
 def _letters_from_long_name(attributes: Mapping[str, Any]) -> set[str]:

@@ -29,14 +29,8 @@ from .tiles import default_chunks
 _DEFAULT_ARRAY_NAMES = ("images", "predictions")
 _AXES_ATTRIBUTE = "axes"
 _OWN_ATTRIBUTES = {
-    _AXES_ATTRIBUTE,
-    "CLASS",
-    "NAME",
-    "DIMENSION_LIST",
-    "DIMENSION_LABELS",
-    "REFERENCE_LIST",
-    "_Netcdf4Coordinates",
-    "_Netcdf4Dimid",
+    *(_AXES_ATTRIBUTE, "CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST"),
+    *("_Netcdf4Coordinates", "_Netcdf4Dimid"),
 }
 """Attributes that name the axes, or that HDF5 and NetCDF use internally."""
 

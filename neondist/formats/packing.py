@@ -100,9 +100,8 @@ class Packing:
         default = _DEFAULT_FILL_VALUES.get(self._stored_dtype.str[1:])
         if has_default_fill and not fill_values and default is not None and self._stored_dtype == self._signed_dtype:
             fill_values = self._representable(np.array(default))
-        self._missing_values = np.array(
-            fill_values + self._representable(self._numeric_attribute("missing_value")), self._stored_dtype
-        )
+        fill_values += self._representable(self._numeric_attribute("missing_value"))
+        self._missing_values = np.array(fill_values, self._stored_dtype)
         name = "valid_range" if "valid_range" in self._attributes else "valid_min"
         bounds = {name: self._numeric_attribute(name)}
         if name == "valid_range":

@@ -95,7 +95,7 @@ def auxiliary_variables(array_path: Path, array: Any) -> tuple[list[AuxiliaryVar
 
 
 def choose_array(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or the unreferenced variable with the most dimensions; DataError if there is no such array."""
+    """Return the only array, or the unreferenced variable with the most dimensions; DataError if neither exists."""
     candidates = dict(arrays)
     if all(dimension_names(array) or not array.ndim for array in arrays.values()):
         aux_names = {other for array in arrays.values() for other in referenced_variables(decoded_attributes(array))}

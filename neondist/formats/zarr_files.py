@@ -106,14 +106,8 @@ class ZarrSource(TileSource):
         if self._packing is None:
             return super().metadata_names()
         own_names = [name for name, value in decoded_attributes(self._array).items() if not isinstance(value, str)]
-        return list(
-            dict.fromkeys(
-                [
-                    *list_metadata_names(*self.auxiliary_variables()),
-                    *(name for name in own_names if name not in PACKING_ATTRIBUTES),
-                ]
-            )
-        )
+        unique_names = dict.fromkeys(list_metadata_names(*self.auxiliary_variables()))
+        return list(unique_names | {name: None for name in own_names if name not in PACKING_ATTRIBUTES})
 
 
 class ZarrSink(DraftSink):
@@ -208,10 +202,9 @@ class ZarrSink(DraftSink):
 
     def _dimension_names(self, like: TileSource | None) -> list[str]:
         """Return the dimension names, copied from the `like` array; coordinates are not written."""
-        stored_names = (
-            zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
-        )
-        names = {letter: name for letter, name in stored_names if name}
+        dimensions = () if like is None else like.metadata.get("dimensions", ())
+        letters = "" if like is None else like.stored_axes.letters
+        names = {letter: name for letter, name in zip(letters, dimensions, strict=False) if name}
         return [names.get(axis, axis) for axis in self.axes]
 
     def _halved_axes(self) -> list[int]:
