@@ -20,10 +20,6 @@ class ProgressJournal:
 
     Each line ends with its own checksum, so that incomplete lines are ignored.
 
-    Parameters
-    ----------
-    path : path
-
     Attributes
     ----------
     recorded_job : dict or None
