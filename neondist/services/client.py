@@ -287,11 +287,8 @@ class ParameterClient:
         """Wait until the staleness bound permits this worker to continue."""
         if self._sync_policy.sync or self._sync_policy.staleness is None:
             return
-        while (
-            not self._clients[0]
-            .call("wait_for_staleness_bound", {"worker": self.worker, "seconds": 30.0})
-            .flag("ready")
-        ):
+        fields = {"worker": self.worker, "seconds": 30.0}
+        while not self._clients[0].call("wait_for_staleness_bound", fields).flag("ready"):
             pass
 
     def leave(self) -> None:

@@ -19,11 +19,6 @@ DENSE_PREFIX, SLOTS_PREFIX = "dense/", "slots/"
 class DenseParameters:
     """Values and slots of the pieces of one server.
 
-    Parameters
-    ----------
-    layout : ServerLayout
-    updater : Updater
-
     Attributes
     ----------
     values : dict of str to ndarray, 1-D

@@ -301,9 +301,8 @@ class TaskQueue:
             self._requeue_expired()
             counts = self._database.count_by_state(kind)
             if kind == "training":
-                counts["todo"] += max(0, self.epochs - self._database.count_begun_rounds(kind)) * -(
-                    -self.records // self.records_per_task
-                )
+                tasks_per_epoch = -(-self.records // self.records_per_task)
+                counts["todo"] += max(0, self.epochs - self._database.count_begun_rounds(kind)) * tasks_per_epoch
         return counts
 
     @property

@@ -107,10 +107,8 @@ class ParameterServer(Service):
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
             if self._cached_values_reply is None or self._cached_values_reply[0] != state.version:
-                self._cached_values_reply = (
-                    state.version,
-                    list(encode(Message(fields, state.dense_parameters.message_arrays()))),
-                )
+                chunks = list(encode(Message(fields, state.dense_parameters.message_arrays())))
+                self._cached_values_reply = state.version, chunks
             return self._cached_values_reply[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:
