@@ -266,14 +266,7 @@ class RankRoster:
 
 
 class HostWatcher:
-    """Poller of the list of hosts while a generation of an elastic run is running; a context manager.
-
-    Parameters
-    ----------
-    roster : RankRoster
-    members : GenerationMembers
-        Members of the generation.
-    """
+    """Poller of the list of hosts while a generation of an elastic run is running; a context manager."""
 
     def __init__(self, roster: RankRoster, members: GenerationMembers) -> None:
         self._roster, self._members = roster, members

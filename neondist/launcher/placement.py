@@ -28,15 +28,7 @@ _HOST_FILE_VARIABLE = "PRTE_MCA_prte_default_hostfile"
 
 @dataclass
 class JobPlacement:
-    """Placement on checked nodes, in order of their ranks.
-
-    Attributes
-    ----------
-    resources : ResourceSpec
-    ssh_config : Path
-        Path of the ssh_config.
-    reports : list of NodeReport
-    """
+    """Placement of ranks on checked nodes, in the order of `reports`."""
 
     resources: ResourceSpec
     ssh_config: Path
@@ -98,13 +90,7 @@ class JobPlacement:
 
 @dataclass
 class HostListPlacement:
-    """Placement on listed hosts, in order of their ranks.
-
-    Attributes
-    ----------
-    hosts : dict of str to int
-        Ranks of each host.
-    """
+    """Placement of ranks on listed hosts: the number of ranks on each host, in order."""
 
     hosts: dict[str, int]
 

@@ -35,15 +35,7 @@ _MAX_COUNT = 1 << 22
 
 @dataclass(frozen=True)
 class WorkerBounds:
-    """Bounds on the number of workers of a job, and the size of each worker.
-
-    Attributes
-    ----------
-    min_workers, max_workers : int
-        Minimum and maximum number of workers.
-    slots_per_worker : int
-        Slots of each worker.
-    """
+    """Bounds on the number of workers of a job, and the number of slots of each worker."""
 
     min_workers: int
     max_workers: int
@@ -55,11 +47,6 @@ def fair_shares(slots: int, jobs: Sequence[WorkerBounds]) -> list[int]:
 
     Jobs get their minimum in this order, up to the first job whose minimum does not fit; it and all later jobs get 0.
     Further workers are assigned one by one to the job with the fewest slots that is below its maximum.
-
-    Parameters
-    ----------
-    slots : int
-    jobs : sequence of WorkerBounds
     """
     shares, free_slots = [0] * len(jobs), slots
     admitted: list[int] = []

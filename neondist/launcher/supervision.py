@@ -124,9 +124,8 @@ def supervise_command(
     ending = _determine_ending(code, ending_signals, monitor, notice_filter)
     if stop_sent and ending.exit_code == STOPPED_EXIT_CODE and not forwarder.received_signals:
         ending = replace(ending, stopped_for_host_change=True)
-    ending = replace(
-        ending, stop_requested=any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
-    )
+    stop_requested = any(signal.Signals(n).name in STOP_SIGNALS for n in forwarder.received_signals)
+    ending = replace(ending, stop_requested=stop_requested)
     daemons_failed = ending.lost_nodes and monitor is not None and not monitor.rank_states  # before any rank started
     _write_withheld_notices(ending, notice_filter, bool(daemons_failed))
     return ending

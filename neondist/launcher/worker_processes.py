@@ -26,15 +26,7 @@ RELEASE_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """Progress of the tasks of a job.
-
-    Attributes
-    ----------
-    unassigned_tasks : int
-        Number of unassigned tasks.
-    started_workers : frozenset of int
-        Workers that have requested a task.
-    """
+    """Progress of a job: the number of unassigned tasks, and the workers that have requested a task."""
 
     unassigned_tasks: int
     started_workers: frozenset[int]
