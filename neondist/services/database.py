@@ -54,6 +54,10 @@ class TaskDatabase:
     path : path
     queue_parameters : mapping
         Parameters that must be the same whenever the file is opened.
+
+    Attributes
+    ----------
+    losses : LossTable
     """
 
     def __init__(self, path: Path, queue_parameters: Mapping[str, int]) -> None:
@@ -63,6 +67,7 @@ class TaskDatabase:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(_SCHEMA)
+            self.losses = LossTable(self._connection)
             with self.transaction():
                 self._check_queue_parameters(queue_parameters)
         except sqlite3.Error as error:
@@ -185,19 +190,6 @@ class TaskDatabase:
         rows = self._connection.execute("SELECT state, count(*) FROM tasks WHERE kind = ? GROUP BY state", (kind,))
         return counts | {state: count for state, count in rows if state in counts}
 
-    # Losses.
-
-    def record_loss(self, epoch: int, task: int, minibatch: int, loss: float, samples: int) -> None:
-        """Record the mean loss of a minibatch, instead of an earlier one."""
-        values = epoch, task, minibatch, loss, samples
-        self._connection.execute("INSERT OR REPLACE INTO losses VALUES (?, ?, ?, ?, ?)", values)
-
-    def mean_loss(self, epoch: int) -> float | None:
-        """Return the mean recorded loss over the samples of an epoch; None if there are none."""
-        statement = "SELECT sum(loss * samples) / sum(samples) FROM losses WHERE epoch = ?"
-        mean: float | None = self._connection.execute(statement, (epoch,)).fetchone()[0]
-        return mean
-
     # Failures.
 
     def record_failure_and_count(self, kind: str, record: int, error: str) -> int:
@@ -233,6 +225,24 @@ class TaskDatabase:
     def _select_tasks(self, where: str, *values: object) -> list[TaskRow]:
         rows = self._connection.execute(f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {where}", values)
         return [TaskRow(*row) for row in rows]
+
+
+class LossTable:
+    """Mean losses of minibatches in the database of a task queue."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def record(self, epoch: int, task: int, minibatch: int, loss: float, samples: int) -> None:
+        """Record the mean loss of a minibatch, replacing its earlier loss."""
+        values = epoch, task, minibatch, loss, samples
+        self._connection.execute("INSERT OR REPLACE INTO losses VALUES (?, ?, ?, ?, ?)", values)
+
+    def mean(self, epoch: int) -> float | None:
+        """Return the mean loss over the recorded samples of an epoch; None if there are none."""
+        statement = "SELECT sum(loss * samples) / sum(samples) FROM losses WHERE epoch = ?"
+        mean: float | None = self._connection.execute(statement, (epoch,)).fetchone()[0]
+        return mean
 
 
 def read_note(path: Path, name: str) -> str | None:

@@ -286,14 +286,14 @@ class TaskQueue:
             return self._database.load_note(name)
 
     def record_loss(self, epoch: int, task: int, minibatch: int, loss: float, samples: int) -> None:
-        """Record the mean loss of a minibatch, which replaces that of a minibatch that is trained again."""
+        """Record the mean loss of a minibatch, replacing its loss from earlier training."""
         with self._database.transaction():
-            self._database.record_loss(epoch, task, minibatch, loss, samples)
+            self._database.losses.record(epoch, task, minibatch, loss, samples)
 
     def mean_loss(self, epoch: int) -> float | None:
         """Return the mean recorded loss over the samples of an epoch; None if no loss was recorded."""
         with self._database.transaction():
-            return self._database.mean_loss(epoch)
+            return self._database.losses.mean(epoch)
 
     def counts(self, kind: str = "training") -> dict[str, int]:
         """Return the number of tasks by state: 'todo' (including future epochs), 'doing', 'done' and 'failed'."""
