@@ -200,9 +200,9 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
             " or dataclasses of tensors"
         )
     if "UncapturedHigherOrderOp" in name:
-        why = "torch.cond, loops and maps of PyTorch's higher-order operators are not recorded; use torch.where instead"
+        why = "torch.cond and PyTorch's other higher-order operators cannot be captured; use torch.where instead"
     if any(text in first_line for text in _TRANSFORM_ERRORS):
-        why = "transforms of torch.func and memory addresses are not recorded; compute with ordinary operators instead"
+        why = "a torch.func transform or a memory address cannot be captured; compute with ordinary operators instead"
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 

@@ -282,7 +282,7 @@ ACTIVATION_BY_OPERATOR: dict[str, type[layers.Activation]] = {
 def activation(net: NetworkBuilder, x: TracedValue, dim: int | None = None, **_: Any) -> TracedValue:
     """Softmax only over the channels."""
     if dim is not None and not (x.matches_layer_axes and dim % len(x.shape) == 1):
-        net.refuse(f"its dimension {dim} of {x.shape} is not the channels")
+        net.refuse(f"its dimension {dim} of shape {x.shape} is not the channel dimension")
     return net.append(layers.ActivationLayer(ACTIVATION_BY_OPERATOR[net.where.operator.removeprefix("aten.")]()), x)
 
 
@@ -377,7 +377,7 @@ def cat(net: NetworkBuilder, tensors: Sequence[Any], dim: int) -> TracedValue:
         not all(isinstance(x, TracedValue) and x.matches_layer_axes for x in tensors)
         or dim % len(tensors[0].shape) != 1
     ):
-        net.refuse(f"it concatenates constants, or concatenates along dimension {dim}, which is not the channels")
+        net.refuse(f"it concatenates constants, or along dimension {dim}, which is not the channel dimension")
     if len(tensors) == 1:
         return tensors[0]
     for n in range(len(tensors), 1, -1):  # nest the branches of repeated concatenations, as in DenseNets

@@ -151,7 +151,7 @@ class TrunkLowering(FusedLowering):
         if self.trunk.norms:
             text += f", after {counted(len(self.trunk.norms), 'sweep')} for the statistics of norms"
         if prod(self.block_counts) > MAX_FAST_BLOCKS:
-            text += ", so many that a step may be slow: with more memory or more ranks, fewer suffice"
+            text += ", so many that a step may be slow; fewer blocks suffice with more memory or more ranks"
         if self.trunk.refusal is not None:
             text += f", up to {self.trunk.refusal.operator} in module '{self.trunk.refusal.module}'"
         return text

@@ -283,7 +283,7 @@ def test_suggested_memory_needs_few_blocks():
         many = describe(find_least_memory(*args))
     assert "memory: 1 x 16 x 16 blocks per rank (samples x space)" in few
     assert "slow" not in few
-    assert "so many that a step may be slow: with more memory or more ranks, fewer suffice" in many
+    assert "so many that a step may be slow; fewer blocks suffice with more memory or more ranks" in many
     assert prod(lowerings[-1].block_counts) > 1000
 
 
