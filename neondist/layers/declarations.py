@@ -51,8 +51,8 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
             raise ConfigError(f"{name} returns {declared!r}; expected a dict of name to nd.Parameter")
         for key, parameter in declared.items():
             _check_parameter(layer, f"{name}: '{key}'", parameter, input_shape, output_shape)
-    if both := sorted(parameters_and_state[0].keys() & parameters_and_state[1].keys()):
-        raise ConfigError(f"parameters_for and state_for both declare '{both[0]}'; rename one of them")
+    if repeated := sorted(parameters_and_state[0].keys() & parameters_and_state[1].keys()):
+        raise ConfigError(f"parameters_for and state_for both declare '{repeated[0]}'; rename one of them")
     if not (isinstance(reductions, Sequence) and all(isinstance(entry, Reduction) for entry in reductions)):
         raise ConfigError(f"reductions_for returns {reductions!r}; expected a list of nd.Reduction")
     for reduction in reductions:

@@ -69,7 +69,7 @@ class EmbeddingLayer(Layer):
                 " larger num_embeddings"
             )
         ids = view.astype("i8")
-        ctx.save(ids=ids.reshape(-1), seen=shape)
+        ctx.save(ids=ids.reshape(-1), input_shape=shape)
         return ctx.params["weights"][ids].reshape(*ids.shape[: 1 + len(self.output_shape[:-1])], self.output_shape[-1])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -79,7 +79,7 @@ class EmbeddingLayer(Layer):
             ids, run_starts = ctx.xp.unique(ctx.ids[id_order], return_index=True)
             gradient = ctx.grads["weights"]
             gradient[ids] += ctx.xp.add.reduceat(dy.reshape(-1, self.dim)[id_order], run_starts, axis=0)
-        return ctx.xp.zeros(ctx.seen, dy.dtype) if ctx.needs_input_gradient else None
+        return ctx.xp.zeros(ctx.input_shape, dy.dtype) if ctx.needs_input_gradient else None
 
 
 class EmbeddingLayerDist(Dist, EmbeddingLayer):

@@ -86,7 +86,8 @@ class FCLayer(Layer):
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return the products of this rank's inputs, which are summed over tiles; one rank adds the bias."""
-        ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 is ambiguous without samples
+        num_features = prod(view.shape[1:])  # -1 is ambiguous without samples
+        ctx.save(view=view.reshape(len(view), num_features), input_shape=view.shape)
         products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:
             products += ctx.contribution_to_sum(ctx.params["bias"])
@@ -96,7 +97,7 @@ class FCLayer(Layer):
         """Return the sum over tiles, or, with `split` 'outputs', this rank's range of outputs."""
         if not self.splits_outputs:
             return ctx.reduced
-        ctx.save(view=view, seen=view.shape)
+        ctx.save(view=view, input_shape=view.shape)
         products = self.kernels.product(view, ctx.params["weights"])
         if self.bias:
             products += ctx.params["bias"]
@@ -116,7 +117,7 @@ class FCLayer(Layer):
             return None
         if self.splits_outputs:
             return ctx.reduced
-        return self.kernels.product(dy, ctx.params["weights"].T).reshape(ctx.seen)
+        return self.kernels.product(dy, ctx.params["weights"].T).reshape(ctx.input_shape)
 
 
 class FCLayerDist(Dist, FCLayer):

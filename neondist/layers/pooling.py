@@ -70,13 +70,13 @@ class MaxPoolingLayer(PoolingLayer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the maxima."""
         y = ctx.out
-        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride, ctx.applies_input_relu_gradient))
+        ctx.save(argmax=self.kernels.max_pool_into(y, view, *self._kernel_and_stride, ctx.applies_input_relu_gradient))
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Pass each gradient to the position of the maximum."""
         dview = ctx.out
-        self.kernels.max_pool_backward_into(dview, dy, ctx.places, *self._kernel_and_stride)
+        self.kernels.max_pool_backward_into(dview, dy, ctx.argmax, *self._kernel_and_stride)
         return dview
 
 
