@@ -97,7 +97,7 @@ class SSIM(PerSampleMetric):
         ma, mb, aa, bb, ab = means
         window_cells = len(self._window_weights) ** len(axes)
         correction = window_cells / (window_cells - 1) if self.weights == "uniform" else 1.0
-        va, vb, vab = (correction * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
+        va, vb, vab = (correction * (mean - m * n) for mean, m, n in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
         similarity = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
         return similarity.reshape(len(both_images), prod(similarity.shape[1:]))

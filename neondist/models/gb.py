@@ -127,8 +127,8 @@ class GB(Convnet):
         self.first_head_index = next(trained_indices, len(self.layers))
         cost = ReconstructionCost(self.sparsity, self.epsilon)
         self.stages = [
-            Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
-            for number, ends in enumerate(pairwise([*self.stage_starts, self.first_head_index]), start=1)
+            Autoencoder(self, number, range(*bounds), cost, self.pretrain_optimizer, self.orthonormal)
+            for number, bounds in enumerate(pairwise([*self.stage_starts, self.first_head_index]), start=1)
         ]
         head_leaves = [leaf for layer in self.layers[self.first_head_index :] for leaf in layer.leaves]
         self.head_parameters = TrainedSubset(self.built_parameters, head_leaves, self.first_head_index)

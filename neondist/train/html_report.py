@@ -201,7 +201,7 @@ def _points_by_split(
 def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], when: str = ", last epoch") -> list[str]:
     lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_MAX_TABLE_COLUMNS]}
     parts = []
-    matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
+    matrices = {name for name, value in lists.items() if value and all(isinstance(row, list) for row in value)}
     columns = {name: value for name, value in lists.items() if name not in matrices}
     if columns:
         num_rows = min(_MAX_TABLE_ROWS, max(map(len, columns.values())))
@@ -209,7 +209,7 @@ def _class_tables_html(record: Mapping[str, Any], class_names: Sequence[str], wh
         rows = [[_class_label_html(at, class_names), *row] for at, row in enumerate(cell_rows)]
         parts += [f"<h2>Classes{when}</h2>", table_html(["class", *columns], rows)]
         for name, value in columns.items() if num_rows > _MAX_CLASSES_WITHOUT_PLOT else ():
-            if points := [(float(at), one) for at, one in enumerate(value[:_MAX_TABLE_ROWS]) if is_plottable(one)]:
+            if points := [(float(at), y) for at, y in enumerate(value[:_MAX_TABLE_ROWS]) if is_plottable(y)]:
                 parts.append(line_plot_svg(name, {name: points}, points_only=True, x_label="class"))
     for name, value in lists.items():
         if name not in columns:
@@ -253,7 +253,7 @@ def _worst_samples_html(samples: Mapping[str, np.ndarray], class_names: Sequence
     min_w = 3 * width + 8 if dense else max(width, 160)
     parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{min_w}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
-        target, prediction = ("",) * 2 if dense else (_format_target(one[at], class_names) for one in (labels, preds))
+        target, prediction = ("",) * 2 if dense else (_format_target(y[at], class_names) for y in (labels, preds))
         target_text = "" if dense else f": target {target}, prediction {prediction}"
         maps: Iterable[np.ndarray] = _colour_classes(np.stack([labels[at], preds[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"

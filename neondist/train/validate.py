@@ -83,7 +83,7 @@ def validate_experiment(
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with set_error_subject(model.output_error_subject):
         model.cost.check_output_shape(plan.output_shape, dataset.classes)
-    for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
+    for part in [part for _, part in parts_of(model.cost) if isinstance(part, Cost)]:
         with set_error_subject(part):
             part.check_cell_weights_available(plan.output_shape, dataset.fields)
     model.optimizer.check_schedule_covers(experiment.epochs)

@@ -236,9 +236,9 @@ class FieldSeries:
             self.channels = channels
             self.latitude = next((rows for pair in sources if (rows := latitudes_of(*pair)) is not None), None)
             names = [channel.name for channel in channels]
-            twice = next((channel for channel in names if names.count(channel) > 1), None)
-            if twice is not None:
-                raise DataError(f"{name}: two channels are called '{twice}'; leave out one of the variables or levels")
+            repeated = next((name for name in names if names.count(name) > 1), None)
+            if repeated is not None:
+                raise DataError(f"{name}: two channels are called '{repeated}'; leave out a variable or a level")
         if [channel.name for channel in channels] != [channel.name for channel in self.channels]:
             raise DataError(
                 f"{name}: has channels {', '.join(channel.name for channel in channels)}, but {self.file_names[0]} has"

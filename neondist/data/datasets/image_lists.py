@@ -272,7 +272,8 @@ def _varying_parts(names: Sequence[str]) -> list[str]:
 
 
 def _common_beginning(texts: Sequence[str]) -> str:
-    return "".join(one[0] for one in takewhile(lambda one: len(set(one)) == 1, zip(*texts, strict=False)))
+    columns = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
+    return "".join(column[0] for column in columns)
 
 
 def _stem_without_suffixes(name: str) -> str:

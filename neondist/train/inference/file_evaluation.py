@@ -297,12 +297,12 @@ class _Thumbnail:
         """Return the pictures, as `find_worst_samples` does. Collective."""
         if not self.pixel_step:
             return {}
-        maps = {name: _sum_over_ranks(self.grid, one)[None] for name, one in self.label_and_prediction_maps.items()}
+        maps = {name: _sum_over_ranks(self.grid, cells)[None] for name, cells in self.label_and_prediction_maps.items()}
         if _sum_over_ranks(self.grid, np.array([float(self.has_classes)]))[0]:
-            maps = {name: one.astype(np.int64) for name, one in maps.items()}
+            maps = {name: cells.astype(np.int64) for name, cells in maps.items()}
         image = scale_to_uint8(_sum_over_ranks(self.grid, self.image)[None])
-        one = {"sample": np.zeros(1, np.int64), "loss": np.array([loss]), "volume": np.array([len(self.extent) == 3])}
-        return {"image": image, **maps, **one}
+        is_volume = np.array([len(self.extent) == 3])
+        return {"image": image, **maps, "sample": np.zeros(1, np.int64), "loss": np.array([loss]), "volume": is_volume}
 
 
 class _ImageTiles:
