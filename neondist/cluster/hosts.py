@@ -27,10 +27,14 @@ DEFAULT_SLOTS_VARIABLE = "OMPI_MCA_orte_set_default_slots"
 """Environment variable with the slots of each host, set by the MPI operator, whose script prints names only."""
 UNREACHABLE_TEXT = "cannot be reached"
 """Reason for the exclusion of a host that does not respond within SSH_TIMEOUT."""
-_PROBE_SCRIPT = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
+_PROBE_SCRIPT = (
+    '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114;'
+    ' case "$4" in ""|*" ${SHELL##*/} "*) ;; *) exit 115;; esac'
+)
 _REASON_BY_EXIT_CODE: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
     114: "has a different version of neondist; install the same version",
+    115: "has a login shell that cannot run the commands of mpirun; change it there with chsh -s /bin/bash",
 }
 _MAX_FILE_BYTES = 1 << 22  # maximum size of a host file
 _HOST_PATTERN = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
@@ -272,13 +276,17 @@ def command_on_host(
     return remote_command(host, options, words, env)
 
 
-def find_unusable_hosts(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
+def find_unusable_hosts(
+    hosts: Iterable[str], env: Mapping[str, str], login_shells: Iterable[str] = ()
+) -> dict[str, str]:
     """Return the unusable hosts with reasons; all are checked in parallel, over the connections of mpirun.
 
-    A host must respond within 15 seconds, and have this version of neondist for this Python at the same paths.
+    A host must respond within 15 seconds, and have this version of neondist for this Python at the same paths, and one
+    of the `login_shells`, if any are given.
     """
     hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
-    words = ["sh", "-c", _PROBE_SCRIPT, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
+    shells = " ".join(["", *login_shells, "", ""]) if login_shells else ""  # an unset shell is accepted
+    words = ["sh", "-c", _PROBE_SCRIPT, "sh", sys.executable, version.__file__, f'"{version.__version__}"', shells]
 
     async def check_host(host: str) -> int | None:
         null = asyncio.subprocess.DEVNULL

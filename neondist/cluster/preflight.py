@@ -16,7 +16,13 @@ from typing import Any
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .resources import Node, ResourceSpec, SSHConfig
-from .ssh_config import format_ssh_command, python_path_of, ssh_command, ssh_settings_of
+from .ssh_config import (
+    format_ssh_command,
+    login_shells_for_mpirun,
+    python_path_of,
+    ssh_command,
+    ssh_settings_of,
+)
 
 NODE_CHECK_TIMEOUT = 60.0
 MAX_CLOCK_SKEW_SECONDS = 30.0
@@ -48,7 +54,7 @@ print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.
     "neondist": spec and attempt(metadata.version, "neondist"), "package": spec and os.path.dirname(spec.origin),
     "mpi4py": attempt(metadata.version, "mpi4py"), "mpi": attempt(mpi), "memory": attempt(memory),
     "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    "clock": time.time(),
+    "clock": time.time(), "shell": os.environ.get("SHELL", ""),
     "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
     "folder": os.path.isdir(folder), "shared": os.path.exists(witness),
     "files": [attempt(digest, path) for path in files]}))
@@ -166,6 +172,17 @@ def raise_on_problems(reports: Iterable[NodeReport]) -> None:
         raise error
 
 
+def reject_login_shells(reports: Sequence[NodeReport], env: Mapping[str, str]) -> None:
+    """Raise UnusableNodesError if the login shell of a node cannot run the commands of mpirun."""
+    shells = login_shells_for_mpirun(env)
+    for report in reports:
+        shell = report.node_info["shell"]
+        if report.node.ssh_config is not None and shells and shell and Path(shell).name not in shells:
+            problem = f"its login shell {shell} cannot run the commands of mpirun"
+            report.problems.append(f"{problem}; change it there with chsh -s /bin/bash")
+    raise_on_problems(reports)
+
+
 def reject_shared_host_names(reports: Sequence[NodeReport]) -> None:
     """Raise UnusableNodesError if nodes of an MPI job have the same host name, by which MPI identifies machines."""
     first_nodes: dict[str, str] = {}
@@ -190,7 +207,7 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
     if ":" in report.node.address:
         report.problems.append("mpirun does not accept IPv6 addresses; give a host name, such as one of /etc/hosts")
         return
-    command = [report.python, "-c", _CHECK_PROGRAM, check_arguments]
+    command = [report.python, "-c", f"exec({_CHECK_PROGRAM!r})", check_arguments]  # csh accepts no quoted newlines
     if report.node.ssh_config is not None:
         command = ssh_command(report.node, ssh_config_path, command, env)
     start_time, pipe = time.time(), asyncio.subprocess.PIPE

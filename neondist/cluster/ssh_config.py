@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -17,7 +18,24 @@ SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 """Environment variable with the options of the ssh that mpirun uses."""
 SSH_AGENT_VARIABLE = "PRTE_MCA_plm_ssh_agent"
 """Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
+SH_SHELLS, CSH_SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh"), ("csh", "tcsh")
+_SAME_SHELL_VARIABLE = "PRTE_MCA_plm_ssh_assume_same_shell"
 _ACTIVATE_PATTERN = re.compile(r"(?P<folder>.+)/bin/activate")
+
+
+def login_shells_for_mpirun(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of login shells that run the commands of mpirun, which are in the syntax of this user's shell.
+
+    () if this is not known, as with another agent than ssh.
+    """
+    if SSH_AGENT_VARIABLE in env or _SAME_SHELL_VARIABLE in env:
+        return ()
+    import pwd  # not on every system
+
+    own_shell = ""
+    with suppress(KeyError):  # the user id of a container has no entry
+        own_shell = os.path.basename(pwd.getpwuid(os.getuid()).pw_shell)
+    return CSH_SHELLS if own_shell in CSH_SHELLS else SH_SHELLS
 
 
 def ssh_settings_of(resources: ResourceSpec, node: Node) -> SSHConfig:

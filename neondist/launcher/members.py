@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import UNREACHABLE_TEXT, HostPool, HostSource, find_unusable_hosts, ranks_per_host, slots_by_node
-from ..cluster.ssh_config import unreachable_host_remedy
+from ..cluster.ssh_config import login_shells_for_mpirun, unreachable_host_remedy
 from ..errors import ConfigError, LaunchError, UserError
 from ..system.job import LAUNCHED_RANKS_VARIABLE, Job
 from ..system.signals import STOPPED_EXIT_CODE
@@ -239,8 +239,9 @@ class RankRoster:
         if self.host_pool is None or members.hosts is None or self.resources is not None:
             return {}
         return find_unusable_hosts(
-            ranks_per_host(self.host_pool.list_usable_hosts(), members.ranks + members.spares), os.environ
-        )
+            ranks_per_host(self.host_pool.list_usable_hosts(), members.ranks + members.spares), os.environ,
+            login_shells_for_mpirun(os.environ),
+        )  # fmt: skip
 
     @property
     def _chief_address(self) -> str:

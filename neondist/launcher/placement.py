@@ -15,7 +15,14 @@ from pathlib import Path
 from .. import safe_path
 from ..cluster import ResourceSpec
 from ..cluster.hosts import ranks_per_host, slots_by_node
-from ..cluster.preflight import REPORT_COLUMNS, NodeReport, check_nodes, raise_on_problems, reject_shared_host_names
+from ..cluster.preflight import (
+    REPORT_COLUMNS,
+    NodeReport,
+    check_nodes,
+    raise_on_problems,
+    reject_login_shells,
+    reject_shared_host_names,
+)
 from ..cluster.ssh_config import SSH_ARGS_VARIABLE, ssh_arguments_for_mpirun, ssh_settings_of, write_ssh_config
 from ..errors import LaunchError
 from ..system import threads
@@ -44,9 +51,10 @@ class JobPlacement:
         Raises
         ------
         UnusableNodesError
-            Several nodes have the same host name.
+            Several nodes have the same host name, or the login shell of a node is unsuitable.
         """
         reject_shared_host_names(self.reports)
+        reject_login_shells(self.reports, env)
         names = [name for name in variables if name not in threads.THREAD_COUNT_VARIABLES]
         commands = []
         for report in self.reports:

@@ -27,10 +27,10 @@ UNREACHABLE_EXIT_CODE = 255
 _SIGKILL_AFTER_SECONDS = 10.0
 _CLOSE_AFTER_KILL_SECONDS = 2.0
 _MAX_REQUEST_CHARACTERS = 1 << 20
-_REMOTE_SHELL_SCRIPT = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
-echo "error: $0: has no $1 with $2; install neondist there in the same folders, or set python_venv of the node in a \
-resource file, for neondist launch" >&2
-exit 2"""
+_REMOTE_SHELL_SCRIPT = (  # in one line: csh accepts no quoted newlines
+    '[ -x "$1" ] && [ -f "$2" ] && exec "$@"; echo "error: $0: has no $1 with $2; install neondist there in the same'
+    ' folders, or set python_venv of the node in a resource file, for neondist launch" >&2; exit 2'
+)
 
 
 def remote_side_command(host: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
 
 MAX_SERVICE_RESTARTS = 5
 """Maximum number of restarts of a killed service."""
+_ADDRESS_PATTERN = re.compile(r"(?:PServer|Master) at (\S+)")
 
 
 class ServiceProcess:
@@ -27,7 +29,7 @@ class ServiceProcess:
     node : JobNode
         Machine on which the service runs.
     start : callable
-        Starts a process from the arguments of a command; the first line of its output ends with its address.
+        Starts a process from the arguments of a command; it prints its address, after any output of a login shell.
 
     Attributes
     ----------
@@ -54,11 +56,11 @@ class ServiceProcess:
             The service exited by itself, or was killed too often.
         """
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            self.address = line.split()[-1]
-        else:
-            self._handle_exit(self._process.wait())
+        for line in iter(self._process.stdout.readline, ""):
+            if match := _ADDRESS_PATTERN.fullmatch(line.rstrip()):
+                self.address = match[1]
+                return
+        self._handle_exit(self._process.wait())
 
     def restart_if_killed(self) -> None:
         """Restart the service if it was killed; raises as `wait_until_listening` does."""
