@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm import ProcessGrid
@@ -94,12 +95,13 @@ def check_not_traced(tiles: Sequence[Any]) -> None:
     """Raise ConfigError if a distributed module is being captured or transformed: its messages would be lost."""
     tensors = [tile for tile in tiles if isinstance(tile, torch.Tensor)]
     is_transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    is_transformed |= any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
     is_exported = torch.compiler.is_exporting() or any(isinstance(tensor, FakeTensor) for tensor in tensors)
     if is_transformed or is_exported or torch.jit.is_tracing():
         raise ConfigError(
             "a distributed module exchanges messages, and cannot be traced or transformed, such as by torch.jit.trace,"
-            " torch.export, torch.onnx or torch.func; apply them to the original module, model.module, which has the"
-            " same weights"
+            " torch.export, torch.onnx, torch.func or forward_ad; apply them to the original module, model.module,"
+            " which has the same weights"
         )
 
 

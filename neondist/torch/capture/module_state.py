@@ -26,7 +26,10 @@ from torch import nn
 from .value_container import MISSING, ValueContainer, get_or_missing
 
 NN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_VISITED_MODULE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_VISITED_MODULE_ATTRIBUTES = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
+)  # fmt: skip
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
 _CONTAINER_TYPES = (list, tuple, dict, set, frozenset, deque)
 _CODE_TYPES = (FunctionType, staticmethod, classmethod, property)

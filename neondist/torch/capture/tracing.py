@@ -41,7 +41,7 @@ _WRONG_ARGUMENT_ERRORS = "missing a required argument", "too many positional arg
 _DICTIONARY_ERRORS = (
     "too many indices for tensor", "invalid data type 'str'", "values expected sparse", "'keys'", "'items'", "'get'"
 )  # fmt: skip
-_TRANSFORM_ERRORS = "Cannot access data pointer", "Cannot access storage"
+_TRANSFORM_ERRORS = "Cannot access data pointer", "Cannot access storage", "Expected FakeTensor, got"
 _DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _OUTPUT_CLASS_PATTERN = re.compile("Found <class '([^']+)'> in output, which is not a known type")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
@@ -190,6 +190,11 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"
             " computation may depend on the shapes of tensors, but not on their values: use torch.where instead"
         )
+        if subject == "criterion":
+            why += (
+                "; compute what depends only on the target, such as its distance map, beforehand, and pass it as a part"
+                " of the target; or use nd.AutoDist, with which a criterion gets whole outputs"
+            )
     # numbers of selected elements are size-like, unlike values of elements
     if "DynamicOutputShape" in name or "PendingUnbackedSymbol" in name or "(Size-like symbols: u" in first_line:
         operator = f" of {first_line}" if first_line.startswith("aten.") else ""
@@ -202,7 +207,10 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
     if "UncapturedHigherOrderOp" in name:
         why = "torch.cond and PyTorch's other higher-order operators cannot be captured; use torch.where instead"
     if any(text in first_line for text in _TRANSFORM_ERRORS):
-        why = "a torch.func transform or a memory address cannot be captured; compute with ordinary operators instead"
+        why = (
+            "a torch.func transform, copy.deepcopy or a memory address cannot be captured; compute with ordinary"
+            " operators instead"
+        )
     return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 

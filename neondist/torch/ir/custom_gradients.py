@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -184,6 +184,7 @@ _UNRECORDED_FUNCTION_NAMES: dict[Any, str] = {
     torch.Tensor.backward: "Tensor.backward",
     _enter_dual_level: "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize)",
 }
+_convert_module: Any = torch.nn.Module._apply
 _REMEDIES = dict.fromkeys(_UNRECORDED_FUNCTION_NAMES, "compute the derivative with ordinary operators instead") | {
     torch.Tensor.register_hook: "use a torch.autograd.Function instead"
 }
@@ -196,6 +197,22 @@ def _reject_dual_level() -> int:
     return _enter_dual_level()
 
 
+def _reject_conversion(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+    """Reject conversions of modules, such as half(), in the thread that captures a module, unless nothing changes."""
+    if _RECORDED_CALLS.get() is None:
+        return _convert_module(module, function, *args)
+    for tensor in (*module.parameters(), *module.buffers()):
+        with torch._C._DisableTorchDispatch():
+            example = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            is_converted = function(example) is not example
+        if is_converted:
+            raise CaptureError(
+                f"converting a {type(module).__name__} in a forward pass, such as by half() or to(), is not recorded;"
+                " create and convert modules before the forward pass"
+            )
+    return module
+
+
 @contextmanager
 def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     """Record, as operators, the autograd.Functions that this thread applies, except PyTorch's own."""
@@ -205,6 +222,7 @@ def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     # reads these methods from the class in every call
     for name, read in _PATCHED_METHODS.items():
         setattr(FunctionMeta, name, property(read))
+    torch.nn.Module._apply = _reject_conversion  # type: ignore[method-assign]
     forward_ad.enter_dual_level = _reject_dual_level  # torch function modes do not see it
     try:
         with _UnrecordedFunctionGuard():
@@ -212,6 +230,7 @@ def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
     finally:
         for name in _PATCHED_METHODS:
             delattr(FunctionMeta, name)
+        torch.nn.Module._apply = _convert_module  # type: ignore[method-assign]
         forward_ad.enter_dual_level = _enter_dual_level
         _RECORDED_CALLS.reset(token)
 

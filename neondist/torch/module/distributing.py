@@ -109,6 +109,11 @@ def distribute(
         raise ConfigError(f"dtype: expected a torch.dtype, or one per input ({len(shapes)}), got {dtype!r}")
     if not (grid is None or isinstance(grid, ProcessGrid)):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    if not (compile is None or isinstance(compile, bool) or callable(compile)):
+        raise ConfigError(
+            f"compile: {compile!r}; expected True for torch.compile, or a function that compiles a function, such as"
+            " functools.partial(torch.compile, mode='reduce-overhead')"
+        )
     compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())

@@ -1,5 +1,6 @@
 """Modules that cannot be captured or distributed: located messages, and the remedies that they suggest."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,6 +85,9 @@ UNRECORDED = {
     "dual tensors": (differentiate_dual_tensor, "compute the derivative with ordinary operators"),
     "backward": (lambda x: x.sum().backward() or x, "compute the derivative with ordinary operators"),
     "addresses": (lambda x: x + x.data_ptr(), "compute with ordinary operators instead"),
+    "copies": (lambda x: copy.deepcopy(nn.Conv2d(3, 3, 1))(x), "compute with ordinary operators instead"),
+    "functionalisation": (torch.func.functionalize(torch.sin), "compute with ordinary operators instead"),
+    "conversion": (lambda x: nn.Conv2d(2, 2, 1).half()(x.half()), "convert modules before the forward pass"),
     "branches": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "use torch.where instead"),
     "number of classes": (lambda x: F.one_hot((x > 0).long()), "pass num_classes"),
     "distributions": (torch.poisson, "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"),
@@ -99,6 +103,11 @@ def test_remedies(name):
         assert len(message.splitlines()) == 1
     vectorised = ConvolvedFunction(torch.vmap(torch.sin))
     assert not any(collect_messages(lambda grid: ndt.distribute(vectorised, IMAGES, grid))), "a transform is left open"
+
+
+def test_conversions_without_effect_are_captured():
+    module = ConvolvedFunction(lambda x: module.body[0].to(x.device).float()(x))
+    assert not any(collect_messages(lambda grid: ndt.distribute(module, IMAGES, grid)))
 
 
 def test_writes_through_windows():

@@ -213,6 +213,8 @@ MODULE_CHANGES = {
     "frozen, where the code asks": lambda m: m[1].weight.requires_grad_(False),
     "hook": lambda m: m[0].register_forward_hook(lambda *_: None),
     "hook before": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda m: m[0].register_full_backward_hook(lambda *_: None),
+    "backward hook before": lambda m: m[0].register_full_backward_pre_hook(lambda *_: None),
     "forward": lambda m: setattr(m[1], "forward", lambda x: x),
 }
 

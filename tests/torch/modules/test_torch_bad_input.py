@@ -77,6 +77,14 @@ def test_different_modules(activation):
     )
 
 
+@pytest.mark.parametrize("compiler", ["auto", 1])
+def test_compile_that_is_no_function(compiler):
+    check_rejected(
+        lambda grid: ndt.distribute(build_seeded(Net), IMAGES, grid, compile=compiler),
+        f"compile: {compiler!r}; expected True for torch.compile, or a function that compiles a function",
+    )
+
+
 def test_different_shapes():
     def body(grid):
         ndt.distribute(nn.ReLU(), (1, 1, 8, 8 + grid.rank), grid)
@@ -332,7 +340,7 @@ CRITERIA = {
     "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9) (one value per cell"),
     "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: returned a tensor of shape (2, 3, 11, 9)"),
     "two": (lambda y, t: (y.mean(), y.sum()), "criterion: must return one tensor"),
-    "values decide": (lambda y, t: y.mean() if y.sum() > 0 else y.sum(), "criterion cannot be captured"),
+    "values decide": (lambda y, t: y.mean() if y.sum() > 0 else y.sum(), "pass it as a part of the target; or use"),
     "wrong dtype": (nn.MSELoss(), "criterion"),
     "number": (lambda y, t: 3.0, "criterion: must return one tensor"),
     "one class": (lambda y, t: F.cross_entropy(y[:, :1], t * 0), "over a single class is 0 for any output"),
