@@ -48,8 +48,8 @@ class CellLayout:
         itemsize = np.dtype(self.dtype).itemsize
         strides = [itemsize * prod(self.block[axis + 1 :]) for axis in range(len(self.block))]
         block_ranges = [range(cut.start // b, ceil(cut.stop / b)) for cut, b in zip(cells, self.block, strict=True)]
-        for place in product(*block_ranges):
-            block_start = [at * b for at, b in zip(place, self.block, strict=True)]
+        for block_index in product(*block_ranges):
+            block_start = [at * b for at, b in zip(block_index, self.block, strict=True)]
             block_cells = [
                 slice(max(cut.start, lo), min(cut.stop, lo + b))
                 for cut, lo, b in zip(cells, block_start, self.block, strict=True)
@@ -58,7 +58,7 @@ class CellLayout:
             first_full_axis = len(block_cells)  # axes from this one on are covered completely
             while first_full_axis > 1 and extents[first_full_axis - 1] == self.block[first_full_axis - 1]:
                 first_full_axis -= 1
-            offsets = np.array([self.offsets[int(np.ravel_multi_index(place, block_counts))]], np.int64)
+            offsets = np.array([self.offsets[int(np.ravel_multi_index(block_index, block_counts))]], np.int64)
             for axis, (cut, lo) in enumerate(zip(block_cells, block_start, strict=True)):
                 positions = range(cut.start - lo, cut.stop - lo) if axis < first_full_axis - 1 else [cut.start - lo]
                 offsets = np.add.outer(offsets, np.array(positions, np.int64) * strides[axis]).ravel()

@@ -194,7 +194,7 @@ class TIFFSource(TileSource):
         page_box = [slice(0, n) for n in self._keyframe.shaped]
         for axis, cut in zip(self._page_axes, page_cells, strict=True):
             page_box[axis] = cut
-        pages = [self._read_page(place, page_box) for place in product(*(range(cut.start, cut.stop) for cut in outer))]
+        pages = [self._read_page(index, page_box) for index in product(*(range(cut.start, cut.stop) for cut in outer))]
         return np.stack(pages).reshape([cut.stop - cut.start for cut in cells])
 
     def _read_page(self, page_index: tuple[int, ...], box: list[slice]) -> np.ndarray:

@@ -251,9 +251,9 @@ class ZarrSink(DraftSink):
         for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
             with raise_on_all_ranks(self.grid), convert_write_errors(self.path):
                 chunk_counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
-                for number, place in enumerate(product(*map(range, chunk_counts))):
+                for number, chunk_index in enumerate(product(*map(range, chunk_counts))):
                     if number % size == rank:
-                        bounds = zip(place, coarser.chunks, coarser.shape, strict=True)
+                        bounds = zip(chunk_index, coarser.chunks, coarser.shape, strict=True)
                         box = tuple(slice(at * c, min(n, at * c + c)) for at, c, n in bounds)
                         coarser[box] = _downsample(finer, box, coarser.shape, self._uses_nearest_neighbour)
 
