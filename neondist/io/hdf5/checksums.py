@@ -39,8 +39,8 @@ class ChecksumTable:
 
     def add(self, cells: np.ndarray, first_sample: int) -> None:
         """Add the checksums of consecutive samples; `first_sample`, the number of the first, must begin a block."""
-        for place, cut in _iter_blocks(cells.shape, self.block):
-            self.checksums[(place[0] + first_sample // self.block[0], *place[1:])] = checksum(cells[cut])
+        for block_index, cut in _iter_blocks(cells.shape, self.block):
+            self.checksums[(block_index[0] + first_sample // self.block[0], *block_index[1:])] = checksum(cells[cut])
 
     def write(self, file: Any, name: str) -> None:
         """Write the checksums of the array `name`."""
@@ -107,8 +107,8 @@ class CheckedArray:
         if self._block_aligned_tile == self.tile and self.block[0] == 1 and len(out) * out[0].nbytes <= _BATCH_BYTES:
             self._read_unverified(out, (slice(first_sample, first_sample + len(out)), *self.tile))
             for sample, cells in enumerate(out, start=first_sample):
-                for place, cut in self._tile_blocks:
-                    _verify_block_checksum(self.name, cells[cut], self._tile_checksums[(sample, *place)], sample)
+                for block_index, cut in self._tile_blocks:
+                    _verify_block_checksum(self.name, cells[cut], self._tile_checksums[(sample, *block_index)], sample)
             return
         for samples, rows in self._iter_sample_and_row_ranges(first_sample, first_sample + len(out)):
             self._read_verified_batch(samples, rows, first_sample, out)
@@ -125,9 +125,9 @@ class CheckedArray:
         cuts = (rows, *self._block_aligned_tile[1:])
         cells = np.empty((samples.stop - samples.start, *(w.stop - w.start for w in cuts)), self.dtype)
         self._read_unverified(cells, (samples, *cuts))
-        first_cells = (samples.start, rows.start - self._block_aligned_tile[0].start)
-        for place, cut in _iter_blocks(cells.shape, self.block):
-            index = (place[0] + first_cells[0] // self.block[0], place[1] + first_cells[1] // self.block[1], *place[2:])
+        first_block = samples.start // self.block[0], (rows.start - self._block_aligned_tile[0].start) // self.block[1]
+        for (sample_block, row_block, *other_blocks), cut in _iter_blocks(cells.shape, self.block):
+            index = sample_block + first_block[0], row_block + first_block[1], *other_blocks
             _verify_block_checksum(self.name, cells[cut], self._tile_checksums[index], samples.start + cut[0].start)  # type: ignore[index]
         # requested samples and rows among those read
         n, m = max(samples.start, first_sample), min(samples.stop, first_sample + len(out))
@@ -160,8 +160,8 @@ def read_verified_array(file: Any, name: str) -> np.ndarray:
     cells = read_array(array, name, table is not None)
     if table is not None:
         checksums = read_array(table, f"{CHECKSUM_GROUP}/{name}")
-        for place, cut in _iter_blocks(cells.shape, _block_shape_of(name, array.shape, table)):
-            _verify_block_checksum(name, cells[cut], checksums[place], cut[0].start)
+        for block_index, cut in _iter_blocks(cells.shape, _block_shape_of(name, array.shape, table)):
+            _verify_block_checksum(name, cells[cut], checksums[block_index], cut[0].start)
     return cells
 
 
@@ -209,5 +209,6 @@ def checksum(cells: np.ndarray) -> int:
 def _iter_blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Slices]]:
     """Yield the grid index and the slices of each block of an array."""
     block_ranges = (range(ceil(n / b)) for n, b in zip(shape, block, strict=True))
-    for place in product(*block_ranges):
-        yield place, tuple(slice(at * b, min(n, at * b + b)) for at, b, n in zip(place, block, shape, strict=True))
+    for block_index in product(*block_ranges):
+        axes = zip(block_index, block, shape, strict=True)
+        yield block_index, tuple(slice(i * b, min(n, i * b + b)) for i, b, n in axes)

@@ -65,10 +65,10 @@ class ChunkCheck:
         chunk_ranges = [
             range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)
         ]
-        for place in product(*chunk_ranges):
-            if place not in self._checked_chunks:
-                self._check_chunk(tuple(at * c for at, c in zip(place, self._array.chunks, strict=True)))
-                self._checked_chunks.add(place)
+        for chunk_index in product(*chunk_ranges):
+            if chunk_index not in self._checked_chunks:
+                self._check_chunk(tuple(at * c for at, c in zip(chunk_index, self._array.chunks, strict=True)))
+                self._checked_chunks.add(chunk_index)
 
     def _check_chunk(self, offset: tuple[int, ...]) -> None:
         chunk = self._array.id.get_chunk_info_by_coord(offset)
