@@ -158,7 +158,7 @@ class HDF5Sink(InPlaceSink):
         return CellLayout(axes, self.dtype.str, shape, chunks, tuple(chunk_offsets[at] for at in sorted(chunk_offsets)))
 
     def _create_array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
-        """Return a new array, whose chunks are allocated at once."""
+        """Return a new array, whose chunks are allocated on creation."""
         import h5py
 
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -35,7 +35,7 @@ _INCH_UNIT_CODE = 2  # TIFF's code for the unit of resolution
 _METADATA_NAMES = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED_FORMAT, _SIGNED_FORMAT = 1, 2
 _PILLOW_LOCK = threading.Lock()  # Pillow's pixel limit and Python's warnings are process-wide; ranks may be threads
-_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints what Pillow logs before an error
+_SILENT_HANDLER = logging.NullHandler()  # otherwise Python prints Pillow's log messages before an error
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _IMAGE_COPIES_IN_MEMORY = 3  # copies while an image is decoded, converted to an array, and written
 

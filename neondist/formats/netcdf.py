@@ -271,7 +271,7 @@ class NetCDFSink(HDF5Sink):
         dimension_names = dict[str, str]()
         if like is not None:
             variables, self.lost_metadata = like.auxiliary_variables()
-            # nothing is left for `_list_lost_metadata`: `lost_metadata` is complete at the end of this method
+            # this method completes `lost_metadata`, so `_list_lost_metadata` must add nothing
             self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost_metadata)}
             stored_names = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             dimension_names = {letter: name for letter, name in stored_names if name}
