@@ -21,7 +21,7 @@ from .reader import find_object
 
 CHECKSUM_GROUP = "checksums"
 _NUM_HASHED_SAMPLES, _NUM_HASHED_CHECKSUMS = 16, 1 << 20
-_BATCH_BYTES = 1 << 24  # bytes that are read and verified at once
+_BATCH_BYTES = 1 << 24  # bytes read and verified per batch
 Slices = tuple[slice, ...]
 
 
@@ -137,7 +137,7 @@ class CheckedArray:
         out[n - first_sample : m - first_sample, top - self.tile[0].start : end - self.tile[0].start] = kept
 
     def _iter_sample_and_row_ranges(self, first_sample: int, stop_sample: int) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of samples and rows, in whole blocks, that are read at once."""
+        """Yield ranges of samples and rows, in whole blocks, each read as a batch."""
         block_samples, block_rows = self.block[:2]
         row_range = self._block_aligned_tile[0]
         row_bytes = max(1, prod(w.stop - w.start for w in self._block_aligned_tile[1:]) * self.dtype.itemsize)
