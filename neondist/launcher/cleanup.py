@@ -36,7 +36,7 @@ class TemporaryJobFolders:
     inherited_descriptors : tuple of int
         File descriptors that mpirun must inherit.
     mpirun_exited : bool
-        Whether mpirun exited by itself, as far as known.
+        Whether mpirun exited by itself; set it to False if mpirun may have been killed.
     """
 
     environment: dict[str, str] = field(default_factory=dict)

@@ -322,7 +322,8 @@ def wait_for_members(
 ) -> GenerationMembers | None:
     """Wait for the members of the next generation; return None after `limit` seconds or if `is_stopped()`.
 
-    Also returns None if there are none and mpirun places the ranks. Progress is reported at once and every 30 seconds.
+    Also return None if mpirun places the ranks, and no number of ranks is possible. Progress is reported at once and
+    every 30 seconds.
 
     Raises
     ------
