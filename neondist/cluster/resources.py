@@ -243,7 +243,7 @@ def _is_ip_address(text: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Return whether a normalised address refers to whichever machine uses it."""
+    """Return whether a normalised address refers to the local machine on every machine."""
     return ipaddress.ip_address(address).is_loopback if _is_ip_address(address) else _is_loopback_name(address)
 
 
