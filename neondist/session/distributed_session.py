@@ -60,7 +60,7 @@ class DistributedSession:
     save_summaries_steps, save_summaries_secs : optional
         Intervals at which mean loss and speed are written to summaries.jsonl and loggers. Default: never.
     stop_grace_period_secs : float
-        Time to wait at the end for ranks still in their loop, after which the job is aborted, and for other workers.
+        Time to wait at the end for other workers, and for ranks still in their loop, before the job is aborted.
     log_step_count_steps : int, optional
         Interval in steps for printing step, loss and speed; None: never.
 
