@@ -2,7 +2,7 @@
 
    The elements of a cell must be contiguous in every array; other axes may have any strides, as in the middle of a halo
    buffer. The kernels are compiled ahead of time, since a compiler at run time (numba) costs every rank 0.4 s and
-   60 MB; without them NumPy and PyTorch compute the same in more passes (cells.py). */
+   60 MB; without them, NumPy and PyTorch compute the same in more passes (cells.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,7 +25,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 enum { ARRAYS = 3, COEFFICIENTS = 6, SUMS = 2, AXES = 8 };
-enum { BLOCK = 8192, ROW = 512, FEW = 1 << 15 }; /* numbers of elements: in the cache, in a row, too few for threads */
+enum { BLOCK = 8192, ROW = 512, MIN_THREADED = 1 << 15 }; /* elements: in the cache; in a row; worth several threads */
 
 enum { CLIP, CLIP_BACK, ADD, TOTAL, MOMENTS, NORMALISE, NORMALISE_SUMS, NORMALISE_BACK, KERNELS };
 static const struct {
@@ -40,21 +40,21 @@ static const struct {
 /* Groups (samples, or one group of all) of runs of equally spaced cells; a run is cut into pieces of `chunk`
    cells, and a group into shares for threads. */
 typedef struct {
-    int kernel, arrays, coefficients, sums, axes, itemsize, together;
+    int kernel, arrays, coefficients, sums, axes, itemsize, adjacent;
     char *data[ARRAYS];
     Py_ssize_t extent[AXES], stride[ARRAYS][AXES], group_step[ARRAYS], step[ARRAYS];
     Py_ssize_t groups, runs, cells, channels, chunk, pieces, width, shares, next;
     const void *by;
-    double low, *found; /* for every share: a count, and sums of the channels */
-    Py_ssize_t found_length, row_bytes;
+    double low, *totals; /* for every share: a count, and sums of the channels */
+    Py_ssize_t totals_length, row_bytes;
     char *rows;
 } Job;
 
-/* Merge count, means and sums of squared differences of n more cells into `found`. */
-static void merge(double *found, double n, const double *mean, const double *squares, Py_ssize_t channels) {
-    const double before = found[0], all = before + n, weight = all ? n / all : 0;
-    double *means = found + 1, *all_squares = means + channels;
-    found[0] = all;
+/* Merge count, means and sums of squared differences of n more cells into `totals`. */
+static void merge(double *totals, double n, const double *mean, const double *squares, Py_ssize_t channels) {
+    const double before = totals[0], all = before + n, weight = all ? n / all : 0;
+    double *means = totals + 1, *all_squares = means + channels;
+    totals[0] = all;
     for (Py_ssize_t c = 0; c < channels; c++) {
         const double d = mean[c] - means[c];
         means[c] += d * weight;
@@ -74,8 +74,8 @@ static void merge(double *found, double n, const double *mean, const double *squ
 #undef NAME
 
 /* Process shares until none are left; run by every thread. */
-static void work(void *given) {
-    Job *job = given;
+static void process_shares(void *argument) {
+    Job *job = argument;
     const Py_ssize_t all = job->groups * job->shares;
     for (Py_ssize_t number; (number = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < all;)
         (job->itemsize == sizeof(float) ? share_float : share_double)(job, number);
@@ -86,37 +86,37 @@ typedef void (*Start)(void (*)(void *), void *, unsigned, unsigned);
 /* Run the job, and add the results of its shares; -1: no memory. */
 static int run_job(Job *job, double *sums, int threads, Start start) {
     const Py_ssize_t channels = job->channels, group_cells = job->runs * job->cells;
-    int several = start != NULL && threads > 1 && job->groups * group_cells * channels >= FEW;
+    int several = start != NULL && threads > 1 && job->groups * group_cells * channels >= MIN_THREADED;
     job->shares = several && job->groups % threads ? threads : 1;
     const Py_ssize_t all = job->groups * job->shares;
     /* moments need memory for the moments of a block, and for its origin */
-    job->found_length = job->sums ? 1 + (job->kernel == MOMENTS ? 6 : job->sums) * channels : 0;
+    job->totals_length = job->sums ? 1 + (job->kernel == MOMENTS ? 6 : job->sums) * channels : 0;
     job->row_bytes = (job->coefficients + job->sums + (job->kernel == MOMENTS)) * job->width * job->itemsize;
     job->row_bytes = (job->row_bytes + 63) & ~(Py_ssize_t)63;
-    job->found = calloc(all * job->found_length + 1, sizeof(double));
+    job->totals = calloc(all * job->totals_length + 1, sizeof(double));
     job->rows = calloc(all * job->row_bytes + 1, 1);
-    if (job->found == NULL || job->rows == NULL) {
-        free(job->found);
+    if (job->totals == NULL || job->rows == NULL) {
+        free(job->totals);
         free(job->rows);
         return -1;
     }
     if (several)
-        start(work, job, MIN((Py_ssize_t)threads, all), 0);
+        start(process_shares, job, MIN((Py_ssize_t)threads, all), 0);
     else
-        work(job);
+        process_shares(job);
     for (Py_ssize_t number = 0; number < all && job->sums; number++) {
-        double *found = job->found + number * job->found_length;
-        double *whole = job->found + number / job->shares * job->shares * job->found_length;
-        if (found != whole && job->kernel == MOMENTS && found[0])
-            merge(whole, found[0], found + 1, found + 1 + channels, channels);
-        else if (found != whole && job->kernel != MOMENTS)
-            for (Py_ssize_t i = 1; i < job->found_length; i++)
-                whole[i] += found[i];
+        double *totals = job->totals + number * job->totals_length;
+        double *whole = job->totals + number / job->shares * job->shares * job->totals_length;
+        if (totals != whole && job->kernel == MOMENTS && totals[0])
+            merge(whole, totals[0], totals + 1, totals + 1 + channels, channels);
+        else if (totals != whole && job->kernel != MOMENTS)
+            for (Py_ssize_t i = 1; i < job->totals_length; i++)
+                whole[i] += totals[i];
     }
     for (Py_ssize_t group = 0; group < job->groups && job->sums; group++)
-        memcpy(sums + group * job->sums * channels, job->found + group * job->shares * job->found_length + 1,
+        memcpy(sums + group * job->sums * channels, job->totals + group * job->shares * job->totals_length + 1,
                job->sums * channels * sizeof(double));
-    free(job->found);
+    free(job->totals);
     free(job->rows);
     return 0;
 }
@@ -170,7 +170,7 @@ static int describe(Job *job, const Py_buffer *views) {
     const int inner = job->axes;
     const int any = inner > 0 || last - by_sample > 0;
     job->cells = 1;
-    job->together = 1;
+    job->adjacent = 1;
     job->runs = 1;
     for (int axis = by_sample; axis < last; axis++)
         job->cells *= first->shape[axis];
@@ -181,10 +181,10 @@ static int describe(Job *job, const Py_buffer *views) {
     }
     for (int a = 0; a < job->arrays; a++) {
         job->step[a] = any && job->cells > 1 ? job->stride[a][inner] : cell;
-        job->together = job->together && job->step[a] == cell;
+        job->adjacent = job->adjacent && job->step[a] == cell;
     }
     const int rows = job->coefficients || job->sums;
-    const Py_ssize_t wide = job->together ? MAX(1, (rows ? ROW : BLOCK) / MAX(1, job->channels)) : 1;
+    const Py_ssize_t wide = job->adjacent ? MAX(1, (rows ? ROW : BLOCK) / MAX(1, job->channels)) : 1;
     job->width = wide * job->channels;
     job->chunk = MAX(1, BLOCK / MAX(1, job->width)) * wide;
     job->pieces = (job->cells + job->chunk - 1) / job->chunk;
@@ -203,20 +203,20 @@ PyDoc_STRVAR(run_doc,
              "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 /* Acquire the arrays' buffers, writable if the array's bit in `written` is set; return how many were acquired. */
-static int hold(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {
-    int held = 0;
-    for (; held < count; held++) {
-        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (written >> held & 1 ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(arrays[held], views + held, flags))
+static int acquire_buffers(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {
+    int acquired = 0;
+    for (; acquired < count; acquired++) {
+        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (written >> acquired & 1 ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(arrays[acquired], views + acquired, flags))
             break;
     }
-    return held;
+    return acquired;
 }
 
 /* Release the acquired buffers; return whether the job is done, or raise MemoryError if `done` is below 0. */
-static PyObject *told(Py_buffer *views, int held, int done) {
-    while (held > 0)
-        PyBuffer_Release(views + --held);
+static PyObject *release_and_return(Py_buffer *views, int acquired, int done) {
+    while (acquired > 0)
+        PyBuffer_Release(views + --acquired);
     if (done < 0)
         return PyErr_NoMemory();
     return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
@@ -226,7 +226,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *arrays, *coefficients, *sums;
     double low;
-    int threads, kernel = 0, done = 0, fits, held = 0;
+    int threads, kernel = 0, done = 0, fits, acquired = 0;
     unsigned long long start;
     if (!PyArg_ParseTuple(args, "sO!OOdiK", &name, &PyTuple_Type, &arrays, &coefficients, &sums, &low, &threads, &start))
         return NULL;
@@ -238,42 +238,42 @@ static PyObject *run(PyObject *self, PyObject *args) {
     job.arrays = (int)PyTuple_Size(arrays);
     job.coefficients = KINDS[kernel].coefficients;
     job.sums = KINDS[kernel].sums;
-    Py_buffer views[ARRAYS + 2], *by = NULL, *found = NULL;
-    for (; held < job.arrays; held++) {
-        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (held >= KINDS[kernel].inputs ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(PyTuple_GetItem(arrays, held), views + held, flags))
+    Py_buffer views[ARRAYS + 2], *by = NULL, *totals = NULL;
+    for (; acquired < job.arrays; acquired++) {
+        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (acquired >= KINDS[kernel].inputs ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(PyTuple_GetItem(arrays, acquired), views + acquired, flags))
             goto end;
     }
     if (job.coefficients) {
-        if (PyObject_GetBuffer(coefficients, views + held, PyBUF_STRIDES | PyBUF_FORMAT))
+        if (PyObject_GetBuffer(coefficients, views + acquired, PyBUF_STRIDES | PyBUF_FORMAT))
             goto end;
-        by = views + held++;
+        by = views + acquired++;
     }
     if (job.sums) {
-        if (PyObject_GetBuffer(sums, views + held, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE))
+        if (PyObject_GetBuffer(sums, views + acquired, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE))
             goto end;
-        found = views + held++;
+        totals = views + acquired++;
     }
     fits = (by == NULL || (by->ndim == 3 && whole(by) && by->shape[0] == job.coefficients)) &&
-           (found == NULL || (found->ndim == 3 && whole(found) && found->shape[1] == job.sums && is(found, 'd')));
-    if (fits && (by != NULL || found != NULL))
-        job.groups = by != NULL ? by->shape[1] : found->shape[0];
-    fits = fits && (by == NULL || found == NULL || found->shape[0] == job.groups) && describe(&job, views);
+           (totals == NULL || (totals->ndim == 3 && whole(totals) && totals->shape[1] == job.sums && is(totals, 'd')));
+    if (fits && (by != NULL || totals != NULL))
+        job.groups = by != NULL ? by->shape[1] : totals->shape[0];
+    fits = fits && (by == NULL || totals == NULL || totals->shape[0] == job.groups) && describe(&job, views);
     fits = fits && (by == NULL || (by->shape[2] == job.channels && is(by, views->format[0])));
-    fits = fits && (found == NULL || found->shape[2] == job.channels);
+    fits = fits && (totals == NULL || totals->shape[2] == job.channels);
     if (fits) {
         job.by = by == NULL ? NULL : by->buf;
-        double *wanted = found == NULL ? NULL : found->buf;
+        double *wanted = totals == NULL ? NULL : totals->buf;
         Py_BEGIN_ALLOW_THREADS;
         done = 1;
         if (views->len)
             done = run_job(&job, wanted, threads, (Start)(size_t)start) ? -1 : 1;
-        else if (found != NULL)
-            memset(wanted, 0, found->len);
+        else if (totals != NULL)
+            memset(wanted, 0, totals->len);
         Py_END_ALLOW_THREADS;
     }
 end:
-    return told(views, held, done);
+    return release_and_return(views, acquired, done);
 }
 
 #include "_pool.h"

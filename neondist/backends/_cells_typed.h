@@ -122,12 +122,12 @@ static Py_ssize_t NAME(piece)(const Job *job, int kernel, NAME(Rows) * q, Py_ssi
     }
     for (int a = 0; a < job->arrays; a++) {
         q->at[a] = (T *)(job->data[a] + group * job->group_step[a] + offset[a] + start * job->step[a]);
-        q->step[a] = job->together ? job->width : job->step[a] / (Py_ssize_t)sizeof(T);
+        q->step[a] = job->adjacent ? job->width : job->step[a] / (Py_ssize_t)sizeof(T);
     }
-    q->rows = job->together ? elements / job->width : n;
-    q->width = job->together ? job->width : job->channels;
+    q->rows = job->adjacent ? elements / job->width : n;
+    q->width = job->adjacent ? job->width : job->channels;
     NAME(kernels)[kernel](q);
-    if (job->together && elements % job->width) {
+    if (job->adjacent && elements % job->width) {
         for (int a = 0; a < job->arrays; a++)
             q->at[a] += q->rows * job->width;
         q->rows = 1;
@@ -154,10 +154,10 @@ static void NAME(fold)(const Job *job, T *row, double *sums) {
 /* The moments of pieces lo to hi, block after block. With the mean of an eighth of a block as the origin, a block's
    squares lose no more than three bits, however large the mean is; blocks are merged as by Chan et al. (1983). */
 static void NAME(block_moments)(const Job *job, NAME(Rows) * q, T *near, Py_ssize_t group, Py_ssize_t lo,
-                                Py_ssize_t hi, double *found) {
+                                Py_ssize_t hi, double *totals) {
     const Py_ssize_t channels = job->channels;
     const Py_ssize_t length = MAX(1, BLOCK / (MIN(job->chunk, job->cells) * channels));
-    double *first = found + 1 + 2 * channels, *sums = first + channels, *squares = sums + channels;
+    double *first = totals + 1 + 2 * channels, *sums = first + channels, *squares = sums + channels;
     T *origin = (T *)(squares + channels);
     for (; lo < hi; lo += length) {
         const Py_ssize_t stop = MIN(lo + length, hi), early = lo + (stop - lo + 7) / 8;
@@ -178,14 +178,14 @@ static void NAME(block_moments)(const Job *job, NAME(Rows) * q, T *near, Py_ssiz
             squares[c] -= sums[c] * sums[c] / n;
             sums[c] = origin[c] + sums[c] / n;
         }
-        merge(found, n, sums, squares, channels);
+        merge(totals, n, sums, squares, channels);
     }
 }
 
 static void NAME(share)(const Job *job, Py_ssize_t number) {
     const Py_ssize_t group = number / job->shares, share = number % job->shares, all = job->runs * job->pieces;
     const Py_ssize_t lo = all * share / job->shares, hi = all * (share + 1) / job->shares;
-    double *found = job->found + number * job->found_length;
+    double *totals = job->totals + number * job->totals_length;
     T *row = (T *)(job->rows + number * job->row_bytes);
     NAME(Rows) q = {.low = (T)job->low};
     for (int n = 0; n < job->coefficients; n++, row += job->width) {
@@ -196,7 +196,7 @@ static void NAME(share)(const Job *job, Py_ssize_t number) {
         q.sum[n] = row;
     if (job->kernel == MOMENTS) {
         q.by[0] = row;
-        NAME(block_moments)(job, &q, row, group, lo, hi, found);
+        NAME(block_moments)(job, &q, row, group, lo, hi, totals);
         return;
     }
     for (Py_ssize_t i = lo, elements = 0; i < hi; i++) {
@@ -205,7 +205,7 @@ static void NAME(share)(const Job *job, Py_ssize_t number) {
             continue;
         elements = 0;
         for (int n = 0; n < job->sums; n++)
-            NAME(fold)(job, q.sum[n], found + 1 + n * job->channels);
+            NAME(fold)(job, q.sum[n], totals + 1 + n * job->channels);
     }
 }
 

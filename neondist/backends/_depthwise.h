@@ -1,22 +1,23 @@
-/* Convolutions of each channel by itself (depthwise), of any stride and dilation; part of _cells.c.
+/* Depthwise convolutions of any stride and dilation; part of _cells.c.
 
-   A row of outputs is the sum of a few rows of inputs, each shifted and times one number per channel: vectors of
+   A row of outputs is the sum of a few rows of inputs, each shifted and multiplied by a weight per channel: vectors of
    channels (of several cells, if there are few) stay in registers while all cells of a window are added. */
 
 #ifdef WINOGRAD
-static void each_shares(void *given) {
-    Each *job = given;
+static void each_shares(void *argument) {
+    Depthwise *job = argument;
     const Py_ssize_t all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
-        job->does(job, job->sums + part * job->room, all * part / job->shares, all * (part + 1) / job->shares);
+        job->run(job, job->sums + part * job->room, all * part / job->shares, all * (part + 1) / job->shares);
 }
 
 /* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
-static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
-    const int real = is(x, 'd'), last = x->ndim - 1;
+static int describe_depthwise(Depthwise *job, int for_weights, const Py_buffer *x, const Py_buffer *w,
+                              const Py_buffer *y) {
+    const int is_double = is(x, 'd'), last = x->ndim - 1;
     const Py_ssize_t size = x->itemsize, channels = x->shape[last];
-    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x) ||
-        w->ndim != x->ndim || !whole(w) || !is(w, real ? 'd' : 'f') || x->shape[0] != y->shape[0] ||
+    if (!(is(x, 'f') || is_double) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x) ||
+        w->ndim != x->ndim || !whole(w) || !is(w, is_double ? 'd' : 'f') || x->shape[0] != y->shape[0] ||
         y->shape[last] != channels || w->shape[last] != channels || w->shape[last - 1] != 1)
         return 0;
     job->channels = channels;
@@ -34,18 +35,19 @@ static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buf
     const Py_ssize_t lanes = (wide ? 64 : 32) / size;
     const int plain = job->x.step[3] == channels * size && job->y.step[3] == channels * size && job->stride[2] == 1;
     job->wide = channels < lanes ? channels * lanes : channels;
-    if (job->taps < 1 || job->taps > TAPS || channels < 1 || (channels < lanes && (weighs || !plain)) ||
+    if (job->taps < 1 || job->taps > TAPS || channels < 1 || (channels < lanes && (for_weights || !plain)) ||
         (!wide && !has_avx2()))
         return 0;
-    job->does = weighs ? SIZED(each_back, wide, real) : SIZED(each_rows, wide, real);
+    job->run = for_weights ? SIZED(depthwise_weights, wide, is_double) : SIZED(depthwise_rows, wide, is_double);
     return 1;
 }
 
 /* Run the job, whose elements for each channel are at w and bias; -1: no memory. */
-static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *bias, int threads, Start start) {
+static int run_depthwise(Depthwise *job, const Py_buffer *w, char *gradient, const char *bias, int threads,
+                         Start start) {
     const Py_ssize_t cell = job->channels * w->itemsize, copies = job->wide / job->channels;
     const Py_ssize_t rows = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
-    const int several = start != NULL && threads > 1 && rows * job->y.extent[3] * job->channels >= FEW;
+    const int several = start != NULL && threads > 1 && rows * job->y.extent[3] * job->channels >= MIN_THREADED;
     job->shares = several ? (gradient == NULL ? 4 * threads : threads) : 1;
     job->room = gradient == NULL ? 0 : job->taps * cell;
     char *room = calloc(1, gradient == NULL ? (job->taps + 1) * cell * copies : job->shares * job->room);
@@ -71,42 +73,43 @@ static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *b
 }
 
 PyDoc_STRVAR(depthwise_doc,
-             "depthwise(what, x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
-             "Convolve each channel by itself; return False if the arrays are not supported.\n\n"
+             "depthwise(pass_kind, x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
+             "Write a depthwise convolution or its gradients; return False if the arrays are not supported.\n\n"
              "Parameters\n----------\n"
-             "what : int\n    0: y = the valid convolution of x; 1: the gradient of weights from that of y; 2: y = the\n"
+             "pass_kind : int\n    0: y = the valid convolution of x; 1: the gradient of weights from that of y; 2: y = the\n"
              "    gradient of the input from that of the output, x.\n"
              "x, y : array (N, *extent, C)\n    Of two or three axes.\n"
              "weights : array (*kernel, 1, C)\n"
              "bias : array (C,), or None\n"
              "stride, dilation : tuple of int\n    Of planes, rows and columns.\n"
-             "before : tuple of int\n    Numbers of the input's first planes, rows and columns that y omits, if what is 2.\n"
+             "before : tuple of int\n    If pass_kind is 2: numbers of the input's first planes, rows and columns that y omits.\n"
              "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *depthwise(PyObject *self, PyObject *args) {
     PyObject *arrays[4];
     Py_buffer views[4];
-    int what, threads, held = 0, done = 0;
+    int pass_kind, threads, acquired = 0, done = 0;
     unsigned long long start;
-    Each job = {0};
+    Depthwise job = {0};
     Py_ssize_t *s = job.stride, *d = job.dilation, *b = job.before;
-    if (!PyArg_ParseTuple(args, "iOOOO(nnn)(nnn)(nnn)iK", &what, arrays, arrays + 1, arrays + 2, arrays + 3, s, s + 1,
-                          s + 2, d, d + 1, d + 2, b, b + 1, b + 2, &threads, &start))
+    if (!PyArg_ParseTuple(args, "iOOOO(nnn)(nnn)(nnn)iK", &pass_kind, arrays, arrays + 1, arrays + 2, arrays + 3, s,
+                          s + 1, s + 2, d, d + 1, d + 2, b, b + 1, b + 2, &threads, &start))
         return NULL;
     const int count = arrays[3] == Py_None ? 3 : 4;
-    if ((held = hold(arrays, views, count, what == 1 ? 2 : 4)) < count)
+    if ((acquired = acquire_buffers(arrays, views, count, pass_kind == 1 ? 2 : 4)) < count)
         goto end;
-    job.back = what == 2;
+    job.back = pass_kind == 2;
     const Py_buffer *bias = count > 3 ? views + 3 : NULL;
-    if (describe_each(&job, what == 1, views, views + 1, views + 2) &&
+    if (describe_depthwise(&job, pass_kind == 1, views, views + 1, views + 2) &&
         (bias == NULL || (bias->ndim == 1 && whole(bias) && bias->shape[0] == job.channels &&
                           bias->itemsize == views->itemsize))) {
         char *elements = bias == NULL ? NULL : bias->buf;
         Py_BEGIN_ALLOW_THREADS;
-        done = run_each(&job, views + 1, what == 1 ? views[1].buf : NULL, elements, threads, (Start)(size_t)start) ? -1 : 1;
+        char *gradient = pass_kind == 1 ? views[1].buf : NULL;
+        done = run_depthwise(&job, views + 1, gradient, elements, threads, (Start)(size_t)start) ? -1 : 1;
         Py_END_ALLOW_THREADS;
     }
 end:
-    return told(views, held, done);
+    return release_and_return(views, acquired, done);
 }
 #endif

@@ -1,4 +1,4 @@
-/* Convolutions of each channel by itself, for elements of one type T and vectors of BYTES; included for each. */
+/* Depthwise convolutions, for elements of one type T and vectors of BYTES; included for each. */
 
 #define VEC NAME(Vec)
 #define LANES ((Py_ssize_t)(BYTES / sizeof(T)))
@@ -17,7 +17,7 @@ INLINE void NAME(taps)(const int cells, const int count, const T *const *x, cons
         for (int t = 0; t < count; t++) {
             const VEC factor = SEEN(w[t] + z);
             const T *at = x[t] + offset + z;
-            if (t >= count - 3) { /* only of a window's last row: earlier windows have fetched the others */
+            if (t >= count - 3) { /* only a window's last row: earlier windows have fetched the other rows */
 #pragma GCC unroll 4
                 for (int r = 0; r < cells; r++)
                     __builtin_prefetch(at + (r + 8) * x_step);
@@ -41,12 +41,12 @@ INLINE void NAME(run)(const int count, const T *const *x, const T *const *w, con
         NAME(taps)(1, count, x, w, bias, y + q * y_step, q * x_step, x_step, y_step, channels);
 }
 
-/* The same where the channels of a cell do not fill a vector, but those of several do: w and bias repeat. */
+/* The same if only the channels of several cells fill a vector: w and bias repeat. */
 INLINE void NAME(run_few)(const int count, const T **x, const T *const *w, const T *bias, T *y, Py_ssize_t n,
                           Py_ssize_t channels) {
     const Py_ssize_t wide = channels * LANES, whole = n / LANES;
     NAME(run)(count, x, w, bias, y, whole, wide, wide, wide);
-    if (whole && n % LANES) /* once more to the last cell */
+    if (whole && n % LANES) /* the last vector overlaps the previous one */
         NAME(taps)(1, count, x, w, bias, y + (n - LANES) * channels, (n - LANES) * channels, wide, wide, wide);
     for (Py_ssize_t i = 0; i < n * channels && !whole; i++) {
         T sum = bias == NULL ? 0 : bias[i % channels];
@@ -57,7 +57,7 @@ INLINE void NAME(run_few)(const int count, const T **x, const T *const *w, const
 }
 
 /* Rows lo to hi of y. */
-TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, Py_ssize_t hi) {
+TARGET static void NAME(depthwise_rows)(const Depthwise *job, void *sums, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t size = sizeof(T), channels = job->channels, phases = job->back ? job->stride[2] : 1;
     const Py_ssize_t x_step = (job->back ? 1 : job->stride[2]) * job->x.step[3] / size;
     const Py_ssize_t y_step = phases * job->y.step[3] / size;
@@ -74,9 +74,9 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
                 const Py_ssize_t k[3] = {tap / job->kernel[2] / job->kernel[1], tap / job->kernel[2] % job->kernel[1],
                                          tap % job->kernel[2]};
                 Py_ssize_t from[3];
-                if (!looks_at(job, 0, at.d, k[0], from) || !looks_at(job, 1, at.h, k[1], from + 1) ||
+                if (!find_input(job, 0, at.d, k[0], from) || !find_input(job, 1, at.h, k[1], from + 1) ||
                     from[0] < 0 || from[0] >= job->x.extent[1] || from[1] < 0 || from[1] >= job->x.extent[2] ||
-                    !looks_at(job, 2, phase, k[2], from + 2))
+                    !find_input(job, 2, phase, k[2], from + 2))
                     continue;
                 x[count] = (const T *)(line_at(&job->x, at.n, from[0], from[1]) + from[2] * job->x.step[3]);
                 w[count] = (const T *)job->w + tap * job->wide;
@@ -118,8 +118,8 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
 }
 
 /* Contributions of n cells to the gradients of some taps, each of `channels` elements. */
-INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums, Py_ssize_t n, Py_ssize_t x_step,
-                        Py_ssize_t dy_step, Py_ssize_t channels) {
+INLINE void NAME(tap_gradients)(const int count, const T *const *x, const T *dy, T *sums, Py_ssize_t n,
+                                Py_ssize_t x_step, Py_ssize_t dy_step, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC sum[9] = {0};
         for (Py_ssize_t q = 0; q < n; q++) {
@@ -136,7 +136,7 @@ INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums
 }
 
 /* Contributions to dw of rows lo to hi of dy and of the cells in their windows. */
-TARGET static void NAME(each_back)(const Each *job, void *given, Py_ssize_t lo, Py_ssize_t hi) {
+TARGET static void NAME(depthwise_weights)(const Depthwise *job, void *argument, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t size = sizeof(T), channels = job->channels, n = job->y.extent[3], dy_step = job->y.step[3] / size;
     const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, most = MAX(16, 2048 / channels);
     const T *x[TAPS];
@@ -145,23 +145,23 @@ TARGET static void NAME(each_back)(const Each *job, void *given, Py_ssize_t lo, 
         const T *dy = (const T *)line_at(&job->y, at.n, at.d, at.h);
         for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
             Py_ssize_t plane, line, column;
-            looks_at(job, 0, at.d, tap / job->kernel[2] / job->kernel[1], &plane);
-            looks_at(job, 1, at.h, tap / job->kernel[2] % job->kernel[1], &line);
-            looks_at(job, 2, 0, tap % job->kernel[2], &column);
+            find_input(job, 0, at.d, tap / job->kernel[2] / job->kernel[1], &plane);
+            find_input(job, 1, at.h, tap / job->kernel[2] % job->kernel[1], &line);
+            find_input(job, 2, 0, tap % job->kernel[2], &column);
             x[tap] = (const T *)(line_at(&job->x, at.n, plane, line) + column * job->x.step[3]);
         }
         for (Py_ssize_t first = 0; first < n; first += most) {
             const Py_ssize_t cells = MIN(most, n - first);
             const T *slopes = dy + first * dy_step;
-            T *sums = given;
+            T *sums = argument;
             int t = 0;
 #define SOME_OF(count)                                                                      \
     for (; job->taps - t >= (count); t += (count), sums += (count) * channels)              \
-        NAME(along)((count), x + t, slopes, sums, cells, x_step, dy_step, channels);
+        NAME(tap_gradients)((count), x + t, slopes, sums, cells, x_step, dy_step, channels);
             SOME_OF(9) SOME_OF(5) SOME_OF(3) SOME_OF(1)
 #undef SOME_OF
-            for (int each = 0; each < job->taps; each++)
-                x[each] += cells * x_step;
+            for (int tap = 0; tap < job->taps; tap++)
+                x[tap] += cells * x_step;
         }
     }
 }

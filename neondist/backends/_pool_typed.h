@@ -7,11 +7,11 @@ static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restr
         channels *= cells;
         cells = 1;
     }
-#define EACH(n, does)                                   \
+#define EACH(n, assign)                                   \
     for (Py_ssize_t o = 0; o < cells; o++) {            \
         T *a = to + o * to_step;                        \
         const T *b = from + o * from_step;              \
-        IVDEP for (Py_ssize_t c = 0; c < (n); c++) a[c] does b[c]; \
+        IVDEP for (Py_ssize_t c = 0; c < (n); c++) a[c] assign b[c]; \
     }
 #define BOTH(n)          \
     if (add)             \
@@ -33,7 +33,7 @@ static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restr
 }
 
 /* Where elements of k cells, `gap` apart, are above the best, or NaN, keep them and their position. */
-static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap, Py_ssize_t n, INT at, INT k) {
+static inline void NAME(take_max)(T *best, INT *place, const T *x, Py_ssize_t gap, Py_ssize_t n, INT at, INT k) {
     for (; k >= 2; k -= 2, at += 2, x += 2 * gap)
         IVDEP for (Py_ssize_t i = 0; i < n; i++) {
             const T v = x[i], u = x[i + gap], b = best[i];
@@ -54,10 +54,10 @@ static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap,
 }
 
 /* The maxima of `cells` adjacent cells of a row of outputs, or of some channels of one cell. */
-CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigned char *places, Py_ssize_t cells,
+CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigned char *positions, Py_ssize_t cells,
                                 Py_ssize_t channels) {
     const Py_ssize_t size = sizeof(T), elements = cells * channels, step = job->stride[LAST] * job->x_step[LAST] / size;
-    const int together = cells == 1 || step == channels;
+    const int adjacent = cells == 1 || step == channels;
     const Py_ssize_t k = job->kernel[LAST], gap = job->x_step[LAST] / size;
     _Alignas(64) T best[ROW], part[ROW];
     _Alignas(64) INT place[ROW];
@@ -67,35 +67,36 @@ CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigne
     for (Py_ssize_t d = 0; d < job->kernel[1]; d++)
         for (Py_ssize_t h = 0; h < job->kernel[2]; h++, at += (INT)k) {
             const T *row = (const T *)(x + d * job->x_step[1] + h * job->x_step[2]);
-            if (!together && channels >= WIDE) {
+            if (!adjacent && channels >= WIDE) {
                 for (Py_ssize_t o = 0; o < cells; o++)
-                    NAME(better)(best + o * channels, place + o * channels, row + o * step, gap, channels, at, (INT)k);
-            } else if (together) {
-                NAME(better)(best, place, row, gap, elements, at, (INT)k);
+                    NAME(take_max)(best + o * channels, place + o * channels, row + o * step, gap, channels, at,
+                                   (INT)k);
+            } else if (adjacent) {
+                NAME(take_max)(best, place, row, gap, elements, at, (INT)k);
             } else {
                 for (Py_ssize_t w = 0; w < k; w++) {
                     NAME(move)(part, channels, row + w * gap, step, cells, channels, 0);
-                    NAME(better)(best, place, part, 0, elements, at + (INT)w, 1);
+                    NAME(take_max)(best, place, part, 0, elements, at + (INT)w, 1);
                 }
             }
         }
     NAME(move)((T *)y, job->y_step[LAST] / size, best, channels, cells, channels, 0);
-    if (job->clears)
+    if (job->fused_relu)
         IVDEP for (Py_ssize_t i = 0; i < elements; i++) place[i] = best[i] > 0 ? place[i] : NONE;
-    IVDEP for (Py_ssize_t i = 0; i < elements; i++) places[i] = (unsigned char)place[i];
+    IVDEP for (Py_ssize_t i = 0; i < elements; i++) positions[i] = (unsigned char)place[i];
 }
 
-/* Give gradients of cells, `from_step` elements apart, to k cells of each window, from place `at` on. */
-CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T *dy, Py_ssize_t from_step,
-                              const unsigned char *places, Py_ssize_t cells, Py_ssize_t channels, INT at, INT k,
-                              int add) {
+/* Add gradients of cells, `from_step` elements apart, to k cells of each window, from position `at` on. */
+CLONES static void NAME(scatter_gradients)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T *dy,
+                                           Py_ssize_t from_step, const unsigned char *positions, Py_ssize_t cells,
+                                           Py_ssize_t channels, INT at, INT k, int add) {
     const Py_ssize_t elements = cells * channels;
-    _Alignas(64) T given[ROW], part[ROW];
+    _Alignas(64) T gradients[ROW], part[ROW];
     _Alignas(64) INT place[ROW];
-    IVDEP for (Py_ssize_t i = 0; i < elements; i++) place[i] = places[i];
+    IVDEP for (Py_ssize_t i = 0; i < elements; i++) place[i] = positions[i];
     if (cells > 1 && from_step != channels) {
-        NAME(move)(given, channels, dy, from_step, cells, channels, 0);
-        dy = given;
+        NAME(move)(gradients, channels, dy, from_step, cells, channels, 0);
+        dy = gradients;
     }
     for (; k > 0; k--, at++, dx += gap) {
         if (channels >= WIDE) {
@@ -119,7 +120,7 @@ CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T
 }
 
 /* Write row (n, d, h) of the gradient of x, as far as the windows of the cells lo to hi of y determine it. */
-static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py_ssize_t hi, Py_ssize_t first,
+static void NAME(gradient_row)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py_ssize_t hi, Py_ssize_t first,
                               Py_ssize_t channels) {
     const Py_ssize_t size = sizeof(T), k = job->kernel[LAST], s = job->stride[LAST], step = job->x_step[LAST] / size;
     Py_ssize_t from[LAST], to[LAST], seen = 1;
@@ -129,7 +130,7 @@ static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py
         seen = seen && from[a] < to[a];
     }
     T *dx = (T *)(job->x + row[0] * job->x_step[0] + row[1] * job->x_step[1] + row[2] * job->x_step[2]) + first;
-    Py_ssize_t clear = seen && job->once ? hi * s : lo ? (lo - 1) * s + k : 0;
+    Py_ssize_t clear = seen && job->disjoint ? hi * s : lo ? (lo - 1) * s + k : 0;
     const Py_ssize_t end = hi < job->out[LAST] ? (hi - 1) * s + k : job->extent[LAST];
     if (step == channels && clear < end)
         memset(dx + clear * step, 0, (end - clear) * step * size);
@@ -139,11 +140,12 @@ static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py
     for (Py_ssize_t d = from[1]; d < to[1]; d++)
         for (Py_ssize_t h = from[2]; h < to[2]; h++) {
             const Py_ssize_t cell = ((row[0] * job->out[1] + d) * job->out[2] + h) * job->out[LAST] + lo;
-            const unsigned char *places = job->places + cell * job->channels + first;
+            const unsigned char *positions = job->positions + cell * job->channels + first;
             const char *dy = job->y + row[0] * job->y_step[0] + d * job->y_step[1] + h * job->y_step[2];
             const Py_ssize_t at = (row[1] - d * job->stride[1]) * job->kernel[2] + row[2] - h * job->stride[2];
-            NAME(give)(dx + lo * s * step, s * step, step, (const T *)(dy + lo * job->y_step[LAST]) + first,
-                       job->y_step[LAST] / size, places, hi - lo, channels, (INT)(at * k), (INT)k, !job->once);
+            NAME(scatter_gradients)(dx + lo * s * step, s * step, step,
+                                    (const T *)(dy + lo * job->y_step[LAST]) + first,
+                       job->y_step[LAST] / size, positions, hi - lo, channels, (INT)(at * k), (INT)k, !job->disjoint);
         }
 }
 
@@ -159,7 +161,7 @@ static void NAME(pool_row)(const Pool *job, Py_ssize_t *at) {
             if (job->back) {
                 Py_ssize_t row[LAST] = {at[0], at[1], at[2] * job->stride[2]};
                 for (; row[2] < stop; row[2]++)
-                    NAME(pull)(job, row, lo, hi, first, channels);
+                    NAME(gradient_row)(job, row, lo, hi, first, channels);
             } else {
                 char *x = job->x + first * size, *y = job->y + first * size + lo * job->y_step[LAST];
                 Py_ssize_t cell = 0;
@@ -169,7 +171,7 @@ static void NAME(pool_row)(const Pool *job, Py_ssize_t *at) {
                     cell = (cell + at[a]) * job->out[a + 1];
                 }
                 NAME(maxima)(job, x + lo * job->stride[LAST] * job->x_step[LAST], y,
-                             job->places + (cell + lo) * job->channels + first, hi - lo, channels);
+                             job->positions + (cell + lo) * job->channels + first, hi - lo, channels);
             }
             lo = hi;
         } while (lo < out);

@@ -3,17 +3,17 @@
 
 #ifdef WINOGRAD
 /* Process shares until none are left; run by every thread. */
-static void rows_shares(void *given) {
-    Rows *job = given;
+static void rows_shares(void *argument) {
+    Rows *job = argument;
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
-        job->does(job, job->sums + part * job->room, job->all * part / job->shares, job->all * (part + 1) / job->shares);
+        job->run(job, job->sums + part * job->room, job->all * part / job->shares, job->all * (part + 1) / job->shares);
 }
 
 /* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, const Py_buffer *dw) {
-    const int last = x->ndim - 1, real = is(x, 'd');
-    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, dy, x) ||
-        dw->ndim != x->ndim || !whole(dw) || !is(dw, real ? 'd' : 'f') || x->shape[0] != dy->shape[0])
+    const int last = x->ndim - 1, is_double = is(x, 'd');
+    if (!(is(x, 'f') || is_double) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, dy, x) ||
+        dw->ndim != x->ndim || !whole(dw) || !is(dw, is_double ? 'd' : 'f') || x->shape[0] != dy->shape[0])
         return 0;
     const Py_ssize_t inner = x->shape[last], size = x->itemsize;
     job->outer = dy->shape[last];
@@ -29,7 +29,7 @@ static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, con
     job->room = job->kernel[0] * job->kernel[1] * job->length * job->outer * size;
     job->all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
     const int wide = has_avx512() && job->outer * size % 64 == 0, narrow = has_avx2() && job->outer * size % 32 == 0;
-    job->does = SIZED(rows_back, wide, real);
+    job->run = SIZED(rows_back, wide, is_double);
     const int joined = job->kernel[2] == 1 || (job->x.step[3] == inner * size && job->dilation[2] == 1);
     return (wide || narrow) && joined && dw->shape[last - 1] == inner && dw->shape[last] == job->outer;
 }
@@ -46,18 +46,18 @@ PyDoc_STRVAR(weights_doc,
 static PyObject *weights(PyObject *self, PyObject *args) {
     PyObject *arrays[3];
     Py_buffer views[3];
-    int threads, held = 0, done = 0;
+    int threads, acquired = 0, done = 0;
     unsigned long long start;
     Rows job = {0};
     Py_ssize_t *s = job.stride, *d = job.dilation;
     if (!PyArg_ParseTuple(args, "OOO(nnn)(nnn)iK", arrays, arrays + 1, arrays + 2, s, s + 1, s + 2, d, d + 1, d + 2,
                           &threads, &start))
         return NULL;
-    if ((held = hold(arrays, views, 3, 4)) < 3)
+    if ((acquired = acquire_buffers(arrays, views, 3, 4)) < 3)
         goto end;
     if (describe_rows(&job, views, views + 1, views + 2)) {
         Py_BEGIN_ALLOW_THREADS;
-        job.shares = start == 0 || job.all * job.y.extent[3] * job.outer < FEW ? 1 : threads;
+        job.shares = start == 0 || job.all * job.y.extent[3] * job.outer < MIN_THREADED ? 1 : threads;
         job.sums = calloc(1, job.shares * job.room + 1);
         done = job.sums == NULL ? -1 : 1;
         if (job.sums != NULL && job.shares > 1)
@@ -72,14 +72,15 @@ static PyObject *weights(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
     }
 end:
-    return told(views, held, done);
+    return release_and_return(views, acquired, done);
 }
 
 /* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y,
                                 const Py_buffer *bias) {
-    const int last = x->ndim - 1, first = w->ndim - 5, real = is(x, 'd');
-    if (!(is(x, 'f') || real) || !is(w, real ? 'd' : 'f') || w->ndim != x->ndim || !describe_cells(&job->x, x, x) ||
+    const int last = x->ndim - 1, first = w->ndim - 5, is_double = is(x, 'd');
+    if (!(is(x, 'f') || is_double) || !is(w, is_double ? 'd' : 'f') || w->ndim != x->ndim ||
+        !describe_cells(&job->x, x, x) ||
         !describe_cells(&job->y, y, x) || x->shape[0] != y->shape[0] || (size_t)w->buf % w->itemsize)
         return 0;
     const Py_ssize_t size = x->itemsize;
@@ -95,12 +96,12 @@ static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *
     job->pieces = job->kernel[0] * job->kernel[1] * (joined ? 1 : job->kernel[2]);
     job->all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
     const int wide = has_avx512() && job->outer * size > 32;
-    job->does = SIZED(rows, wide, real);
+    job->run = SIZED(rows, wide, is_double);
     job->panel = (wide ? 128 : 64) / size;
     return (wide || has_avx2()) && job->pieces <= PIECES && w->shape[last - 1] == job->inner &&
            w->shape[last] == job->outer &&
            (bias == NULL ||
-            (bias->ndim == 1 && whole(bias) && bias->shape[0] == job->outer && is(bias, real ? 'd' : 'f')));
+            (bias->ndim == 1 && whole(bias) && bias->shape[0] == job->outer && is(bias, is_double ? 'd' : 'f')));
 }
 
 PyDoc_STRVAR(convolve_doc,
@@ -117,7 +118,7 @@ PyDoc_STRVAR(convolve_doc,
 static PyObject *convolve(PyObject *self, PyObject *args) {
     PyObject *arrays[4];
     Py_buffer views[4];
-    int threads, held = 0, done = 0;
+    int threads, acquired = 0, done = 0;
     unsigned long long start;
     Rows job = {0};
     Py_ssize_t *s = job.stride, *d = job.dilation, *b = job.before;
@@ -125,19 +126,19 @@ static PyObject *convolve(PyObject *self, PyObject *args) {
                           d + 1, d + 2, b, b + 1, b + 2, &threads, &start))
         return NULL;
     const int count = arrays[3] == Py_None ? 3 : 4;
-    if ((held = hold(arrays, views, count, 4)) < count)
+    if ((acquired = acquire_buffers(arrays, views, count, 4)) < count)
         goto end;
     const Py_buffer *x = views, *w = views + 1, *bias = count > 3 ? views + 3 : NULL;
     if (describe_convolution(&job, x, w, views + 2, bias)) {
         Py_BEGIN_ALLOW_THREADS;
         const Py_ssize_t panels = (job.outer + job.panel - 1) / job.panel * job.panel, k = job.pieces * job.length;
-        const int wide = job.panel * x->itemsize == 128, real = is(x, 'd');
+        const int wide = job.panel * x->itemsize == 128, is_double = is(x, 'd');
         char *room = calloc(1, (k + 1) * panels * x->itemsize + LINE);
         done = room == NULL ? -1 : 1;
         if (room != NULL) {
             job.sums = room + LINE - (size_t)room % LINE;
-            SIZED(panels, wide, real)(&job, w, bias, job.sums);
-            const int several = start != 0 && job.all * job.y.extent[3] * job.outer * k >= FEW;
+            SIZED(panels, wide, is_double)(&job, w, bias, job.sums);
+            const int several = start != 0 && job.all * job.y.extent[3] * job.outer * k >= MIN_THREADED;
             job.shares = several ? MIN(job.all, 8 * threads) : 1;
             if (several)
                 ((Start)(size_t)start)(rows_shares, &job, threads, 0);
@@ -148,6 +149,6 @@ static PyObject *convolve(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
     }
 end:
-    return told(views, held, done);
+    return release_and_return(views, acquired, done);
 }
 #endif

@@ -1,8 +1,8 @@
 /* Convolutions by rows, for elements of one type T, vectors of BYTES and blocks of ROWS; part of _winograd_typed.h. */
 
-/* Contributions to dw of rows lo to hi of dy and of the cells in their windows, of which a row is contiguous. */
-TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {
-    const Rows *job = given;
+/* Contributions to dw of rows lo to hi of dy and of the cells in their windows, whose rows are contiguous. */
+TARGET static void NAME(rows_back)(const void *argument, void *to, Py_ssize_t lo, Py_ssize_t hi) {
+    const Rows *job = argument;
     const Cells *x = &job->x, *dy = &job->y;
     const Py_ssize_t size = sizeof(T), n = job->outer, b_row = dy->step[3] / size;
     const Py_ssize_t a_row = job->stride[2] * x->step[3] / size;
@@ -22,7 +22,7 @@ TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, P
 }
 
 /* Outputs w to w + rows, of channels that fill `vecs` vectors or fewer, of a row whose windows see these pieces. */
-INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Piece *pieces, Py_ssize_t count,
+INLINE void NAME(outputs)(const int rows, const int vecs, const Rows *job, const Piece *pieces, Py_ssize_t count,
                        Py_ssize_t w, const T *b, const T *bias, Py_ssize_t channels, char *y) {
     const Py_ssize_t wide = 2 * LANES, step = job->x.step[3] / sizeof(T), across = job->stride[2] * step;
     VEC sum[ROWS][2];
@@ -51,8 +51,8 @@ INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Pi
 }
 
 /* Rows lo to hi of y: outputs of windows whose cells outside x are zero. */
-TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, Py_ssize_t hi) {
-    const Rows *job = given;
+TARGET static void NAME(rows)(const void *argument, void *weights, Py_ssize_t lo, Py_ssize_t hi) {
+    const Rows *job = argument;
     const Cells *x = &job->x, *y = &job->y;
     const Py_ssize_t wide = 2 * LANES, out = y->extent[3], step = job->stride[2], before = job->before[2];
     const Py_ssize_t each = job->pieces / (job->kernel[0] * job->kernel[1]), k = job->pieces * job->length;
@@ -82,9 +82,9 @@ TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, P
 #define SEE(n)                                                                                              \
     {                                                                                                       \
         if (channels > LANES)                                                                               \
-            NAME(seen)(n, 2, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
+            NAME(outputs)(n, 2, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
         else                                                                                                \
-            NAME(seen)(n, 1, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
+            NAME(outputs)(n, 1, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
         w += n;                                                                                             \
     }
             while (w < first)

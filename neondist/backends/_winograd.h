@@ -20,7 +20,7 @@ struct transforms;
 /* U, V and M consist of side * side parts each, which are `apart` elements apart. */
 typedef struct {
     int back, lanes, weights, kernel; /* weights: the stage */
-    const struct transforms *does;
+    const struct transforms *transforms;
     Cells x, y;
     char *w, *u, *scratch;
     const void *bias;
@@ -56,9 +56,9 @@ static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first
     at->n = plane / job->y.extent[1];
 }
 
-/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns after a place, or `none` outside. */
+/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns after a place; `outside` for others. */
 static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w, const int side,
-                         char *none, char **found) {
+                         char *outside, char **addresses) {
     char *plane = all->at + at->n * all->step[0] + (at->d + d) * all->step[1];
     const int seen = at->d + d >= 0 && at->d + d < all->extent[1];
     h += at->h;
@@ -67,7 +67,7 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
         const int row = seen && h + i >= 0 && h + i < all->extent[2];
         char *cell = plane + (h + i) * all->step[2] + w * all->step[3];
         for (int j = 0; j < side; j++, cell += all->step[3])
-            *found++ = row && w + j >= 0 && w + j < all->extent[3] ? cell : none;
+            *addresses++ = row && w + j >= 0 && w + j < all->extent[3] ? cell : outside;
     }
 }
 
@@ -76,7 +76,7 @@ typedef struct {
     Cells x, y; /* y, or its gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
     Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; elements of a panel's row */
-    void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
+    void (*run)(const void *, void *, Py_ssize_t, Py_ssize_t);
     char *sums; /* or weights in panels */
 } Rows;
 
@@ -88,19 +88,19 @@ typedef struct {
 enum { PIECES = 128 };
 
 /* A job of _depthwise.h: y is the convolution of x or, if `back`, the input's gradient, given the output's as x. */
-typedef struct each {
+typedef struct depthwise {
     Cells x, y;
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: elements of w for a tap */
     Py_ssize_t shares, next, room;
     int back;
     char *w, *bias, *sums;
-    void (*does)(const struct each *, void *, Py_ssize_t, Py_ssize_t);
-} Each;
+    void (*run)(const struct depthwise *, void *, Py_ssize_t, Py_ssize_t);
+} Depthwise;
 
 enum { TAPS = 512 };
 
 /* Plane, row or column of x, inside or outside, that output `at` reads with a tap; 0: none, in the gradient. */
-static inline int looks_at(const Each *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
+static inline int find_input(const Depthwise *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
     const Py_ssize_t s = job->stride[axis], shift = tap * job->dilation[axis];
     if (!job->back) {
         *from = at * s + shift - job->before[axis];
@@ -138,8 +138,8 @@ static int has_avx512(void) { return __builtin_cpu_supports("avx512f") != 0; }
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 /* The function for vectors that are wide, and elements that are double. */
-#define SIZED(x, wide, real) \
-    ((wide) ? ((real) ? x##_double3_512 : x##_float3_512) : ((real) ? x##_double3_256 : x##_float3_256))
+#define SIZED(x, wide, is_double) \
+    ((wide) ? ((is_double) ? x##_double3_512 : x##_float3_512) : ((is_double) ? x##_double3_256 : x##_float3_256))
 
 /* Add the sums of all other shares, of `bytes` each, to the sums of the first share. */
 static void add_shares(char *sums, Py_ssize_t shares, Py_ssize_t bytes, Py_ssize_t size) {
@@ -163,19 +163,19 @@ static const struct transforms {
 };
 
 /* Process parts of the job's current stage until none are left; run by every thread. */
-static void winograd_parts(void *given) {
-    Winograd *job = given;
+static void winograd_parts(void *argument) {
+    Winograd *job = argument;
     char *scratch = job->scratch + __atomic_fetch_add(&job->arrived, 1, __ATOMIC_RELAXED) * job->room;
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->parts;) {
         if (job->weights) {
             const Py_ssize_t lo = part * AT_ONCE, hi = MIN(lo + AT_ONCE, job->k);
-            (job->back ? job->does->weights_back : job->does->weights)(job, job->u, lo, hi);
+            (job->back ? job->transforms->weights_back : job->transforms->weights)(job, job->u, lo, hi);
             continue;
         }
         char *u = job->u + (job->back ? part * job->u_room : 0);
         const Py_ssize_t hi = job->all * (part + 1) / job->parts;
         for (Py_ssize_t lo = job->all * part / job->parts; lo < hi; lo += job->block)
-            job->does->tiles(job, scratch, u, lo, MIN(lo + job->block, hi));
+            job->transforms->tiles(job, scratch, u, lo, MIN(lo + job->block, hi));
     }
 }
 
@@ -195,7 +195,7 @@ static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start
     job->tiles[0] = (job->y.extent[2] + 1) / 2;
     job->tiles[1] = (job->y.extent[3] + 1) / 2;
     job->all = job->y.extent[0] * job->y.extent[1] * job->tiles[0] * job->tiles[1];
-    if (start == NULL || job->all * job->inner * job->outer < FEW)
+    if (start == NULL || job->all * job->inner * job->outer < MIN_THREADED)
         threads = 1;
     job->v_row = (job->k + lanes - 1) / lanes * lanes;
     job->m_row = job->u_row = (job->outer + lanes - 1) / lanes * lanes;
@@ -253,7 +253,7 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
     if (!wide && !has_avx2())
         return 0;
     job->kernel = (int)w->shape[1 + first];
-    job->does = &TRANSFORMS[job->kernel == 5][wide][is(x, 'd')];
+    job->transforms = &TRANSFORMS[job->kernel == 5][wide][is(x, 'd')];
     job->lanes = (wide ? 64 : 32) / x->itemsize;
     for (int axis = 0; axis < 5; axis++) {
         job->w_step[axis] = axis + first < 0 ? 0 : w->strides[axis + first];
@@ -283,7 +283,7 @@ PyDoc_STRVAR(winograd_doc,
 static PyObject *winograd(PyObject *self, PyObject *args) {
     PyObject *arrays[4];
     Py_buffer views[4];
-    int threads, held = 0, done = 0;
+    int threads, acquired = 0, done = 0;
     unsigned long long start;
     Winograd job = {0};
     Py_ssize_t *before = job.before;
@@ -291,7 +291,7 @@ static PyObject *winograd(PyObject *self, PyObject *args) {
                           before + 1, before + 2, &threads, &start))
         return NULL;
     const int count = arrays[3] == Py_None ? 3 : 4;
-    if ((held = hold(arrays, views, count, job.back ? 2 : 4)) < count)
+    if ((acquired = acquire_buffers(arrays, views, count, job.back ? 2 : 4)) < count)
         goto end;
     const Py_buffer *x = views, *bias = views + 3;
     int fits = describe_winograd(&job, x, views + 1, views + 2);
@@ -305,6 +305,6 @@ static PyObject *winograd(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
     }
 end:
-    return told(views, held, done);
+    return release_and_return(views, acquired, done);
 }
 #endif

@@ -40,15 +40,15 @@ INLINE void NAME(block)(const int rows, const int vecs, Py_ssize_t k, const T *a
 }
 
 /* The product of matrices: c (rows, columns) = a b, or c += a^T b for a transposed a; columns fill vectors. */
-INLINE void NAME(product)(const int turned, Py_ssize_t rows, Py_ssize_t k, Py_ssize_t columns, const T *a,
+INLINE void NAME(product)(const int transposed, Py_ssize_t rows, Py_ssize_t k, Py_ssize_t columns, const T *a,
                           Py_ssize_t a_row, const T *b, Py_ssize_t b_row, Py_ssize_t b_panel, T *c, Py_ssize_t c_row) {
-    const Py_ssize_t across = turned ? 1 : a_row, along = turned ? a_row : 1;
+    const Py_ssize_t across = transposed ? 1 : a_row, along = transposed ? a_row : 1;
 #define BLOCK_OF(n)                                                                                        \
     for (; rows - r >= (n); r += (n)) {                                                                    \
         if (vecs > 1)                                                                                      \
-            NAME(block)(n, 2, k, a + r * across, across, along, b, b_row, c + r * c_row, c_row, turned);   \
+            NAME(block)(n, 2, k, a + r * across, across, along, b, b_row, c + r * c_row, c_row, transposed);   \
         else                                                                                               \
-            NAME(block)(n, 1, k, a + r * across, across, along, b, b_row, c + r * c_row, c_row, turned);   \
+            NAME(block)(n, 1, k, a + r * across, across, along, b, b_row, c + r * c_row, c_row, transposed);   \
     }
     for (; columns > 0; columns -= 2 * LANES, b += b_panel, c += 2 * LANES) {
         const int vecs = columns > LANES ? 2 : 1;
@@ -131,7 +131,7 @@ INLINE void NAME(transform)(char *const *x, T *to, Py_ssize_t apart, Py_ssize_t 
     }
 }
 
-/* D = A y A^T of one tile: the adjoint of `give`. */
+/* D = A y A^T of one tile: the adjoint of `transform_outputs`. */
 INLINE void NAME(transform_back)(char *const *y, T *to, Py_ssize_t apart, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC half[SIDE][2], out[SIDE];
@@ -148,7 +148,8 @@ INLINE void NAME(transform_back)(char *const *y, T *to, Py_ssize_t apart, Py_ssi
 }
 
 /* y = A^T M A of one tile plus bias. */
-INLINE void NAME(give)(const T *from, Py_ssize_t apart, char *const *y, const T *bias, Py_ssize_t channels) {
+INLINE void NAME(transform_outputs)(const T *from, Py_ssize_t apart, char *const *y, const T *bias,
+                                    Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC half[2][SIDE], in[SIDE], out[2];
         EACH(w, SIDE) {
@@ -216,18 +217,18 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
 /* Tiles lo to hi: transforms and products, then outputs, or contributions to dU. */
 TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t v_apart = job->v_apart, m_apart = job->m_apart;
-    T *v = scratch, *m = v + PARTS * v_apart, *none = m + PARTS * m_apart, *lost = none + job->longest;
+    T *v = scratch, *m = v + PARTS * v_apart, *zeros = m + PARTS * m_apart, *discarded = zeros + job->longest;
     Place at;
     for (Py_ssize_t t = 0; t < hi - lo; t++) {
         place(job, &at, lo + t, t == 0);
         for (Py_ssize_t d = 0; d < job->depth; d++) {
             char *x[PARTS];
-            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)none, x);
+            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)zeros, x);
             NAME(transform)(x, v + t * job->v_row + d * job->inner, v_apart, job->inner);
         }
         if (job->back) {
             char *y[4];
-            cells(&job->y, &at, 0, 0, 0, 2, (char *)none, y);
+            cells(&job->y, &at, 0, 0, 0, 2, (char *)zeros, y);
             NAME(transform_back)(y, m + t * job->m_row, m_apart, job->outer);
         }
     }
@@ -241,11 +242,11 @@ TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_s
             NAME(product)(0, hi - lo, k, n, a, job->v_row, b, wide, wide * k, c, job->m_row);
     }
     for (Py_ssize_t t = 0; t < hi - lo && !job->back; t++) {
-        const T *from = m + t * job->m_row, *bias = job->bias == NULL ? none : (const T *)job->bias;
+        const T *from = m + t * job->m_row, *bias = job->bias == NULL ? zeros : (const T *)job->bias;
         char *y[4];
         place(job, &at, lo + t, t == 0);
-        cells(&job->y, &at, 0, 0, 0, 2, (char *)lost, y);
-        NAME(give)(from, m_apart, y, bias, job->outer);
+        cells(&job->y, &at, 0, 0, 0, 2, (char *)discarded, y);
+        NAME(transform_outputs)(from, m_apart, y, bias, job->outer);
     }
 }
 
