@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.custom_gradients import suspend_recording
 from ..ir.functionalize import storage_id, tensors_in
 from .consistency import as_bytes_tensor
 from .constants import depends_on_shape_only, track_known_values
@@ -134,7 +135,7 @@ class RepeatedPasses:
             may_change = self._module.training or self._assigns_buffers
             self.numbering.begin_pass(inputs, [*self._fake_tensors.values()], may_change)
             hook = self._module.register_forward_hook(self._find_assigned_buffers)
-            with self.numbering, track_known_values(self._module), hook:
+            with self.numbering, track_known_values(self._module), suspend_recording(), hook:
                 result = torch.func.functional_call(self._module, self._fake_tensors, tuple(inputs), tie_weights=False)
         return [
             self.numbering.expression_number(tensor) for tensor in (*tensors_in(result), *self._fake_tensors.values())

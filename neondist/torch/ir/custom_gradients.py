@@ -57,11 +57,8 @@ class AutogradFunctionCall:
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors among the results; their gradients are those of the Function's own backward."""
-        token = _RECORDED_CALLS.set(None)
-        try:
+        with suspend_recording():
             results = _declared_method(Function, "apply", self._cls)(*_fill_placeholders(self._args, tensors))
-        finally:
-            _RECORDED_CALLS.reset(token)
         if self._outputs is None:
             self._outputs = pytree.tree_map_only(torch.Tensor, _TensorPlaceholder, results)
         return tensors_in(results)
@@ -232,6 +229,16 @@ def record_autograd_functions() -> Iterator[list[AutogradFunctionCall]]:
             delattr(FunctionMeta, name)
         torch.nn.Module._apply = _convert_module  # type: ignore[method-assign]
         forward_ad.enter_dual_level = _enter_dual_level
+        _RECORDED_CALLS.reset(token)
+
+
+@contextmanager
+def suspend_recording() -> Iterator[None]:
+    """Apply autograd.Functions themselves in this thread, instead of recording them as operators."""
+    token = _RECORDED_CALLS.set(None)
+    try:
+        yield
+    finally:
         _RECORDED_CALLS.reset(token)
 
 

@@ -23,8 +23,28 @@ class Counter:
     calls = 0
 
 
+class Doubling(torch.autograd.Function):
+    """Function without saved tensors."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class Tripling(Doubling):
+    """Function that differs from `Doubling` only in its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+
 class StatefulModule(nn.Module):
-    """Module that calls a function of itself and x."""
+    """Module that applies an autograd.Function, and calls a function of itself and x."""
 
     def __init__(self, function):
         super().__init__()
@@ -35,7 +55,7 @@ class StatefulModule(nn.Module):
         self.register_buffer("empty", None)
 
     def forward(self, x):
-        return self.function(self, self.conv(x))
+        return self.function(self, Doubling.apply(self.conv(x)))
 
 
 def warm_up(self, x):
@@ -166,6 +186,11 @@ def decay_cache(self, x):
     return x * self.cache
 
 
+def switch_autograd_function(self, x):
+    self.count += 1
+    return (Doubling if self.count == 1 else Tripling).apply(x)
+
+
 REJECTED = {
     "count": warm_up,
     "count ": count_in_tensor,
@@ -191,6 +216,7 @@ REJECTED = {
     "array": count_in_array,
     "tensor": count_in_attribute_tensor,
     "count    ": count_in_loop,
+    "count     ": switch_autograd_function,
 }
 
 
