@@ -4,7 +4,7 @@ pointwise: elementwise operators. window: convolution and unfolding. pooling: ma
 interpolation. index: slicing, padding and other moves of cells. gather_scatter: indexing by tensor values. shape:
 reshaping. reduce: reductions. norm: normalisation. product: matrix products and attention. matrix: linear algebra.
 spectrum: Fourier transforms and complex numbers. creation: tensor creation. user_function: users' autograd.Functions.
-random: random numbers keyed by the global index. loss: loss functions.
+random: random numbers keyed by the global index. recurrent: recurrent layers. loss: loss functions.
 """
 
 from . import (
@@ -18,6 +18,7 @@ from . import (
     pooling,
     product,
     random,
+    recurrent,
     reduce,
     resample,
     shape,
@@ -28,5 +29,5 @@ from . import (
 
 __all__ = [
     "creation", "gather_scatter", "index", "loss", "matrix", "norm", "pointwise", "pooling", "product", "random",
-    "reduce", "resample", "shape", "spectrum", "user_function", "window",
+    "recurrent", "reduce", "resample", "shape", "spectrum", "user_function", "window",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._decomp import decomposition_table
 
 from ...geometry import Atom, Place
 from ..ir.errors import CaptureError
@@ -49,7 +48,8 @@ def draw_uniform(lowering: Lowering, layout: Layout) -> Value:
     return lowering.without_gradient(lowering.local(run, [seed], layout, torch.float64, at=lambda place: place))
 
 
-def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return a with its elements set to zero where u < p, and the others divided by 1 - p."""
     return a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0
 
 
@@ -58,7 +58,7 @@ def _apply_dropout(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Value | tuple[Value, None]:
     """Drop elements or whole channels locally, with a mask keyed by the global index."""
     if train and p != 0:
-        x = lowering.local(partial(_apply_dropout, p), [x, _draw_for_dropout(lowering, x)], x.layout)
+        x = lowering.local(partial(apply_dropout, p), [x, _draw_for_dropout(lowering, x)], x.layout)
     return lowering.as_first_result(x)
 
 
@@ -192,20 +192,3 @@ def randn(
 
 def _layout_of_draws(lowering: Lowering, x: Value | None) -> Layout:
     return x.layout if x is not None else replicated(lowering.fake_out.shape)
-
-
-@rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-def recurrent(
-    lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: object
-) -> tuple[Value, ...]:
-    """Decompose into the steps of the sequence; reject dropout between layers."""
-    if not lowering.mesh.axes:
-        return lowering.compute_replicated()
-    if train and dropout and num_layers > 1:
-        lowering.refuse("it uses dropout between recurrent layers, which PyTorch 2.13 omits when it decomposes them")
-    values, decomposition = lowering.values_and_function(decomposition_table[lowering.target])
-
-    def run(*tensors: torch.Tensor) -> Any:  # without gradients, PyTorch dispatches float32 to an inference-only kernel
-        return decomposition(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
-
-    return lowering.trace_and_lower(values, run) or lowering.refuse()

@@ -73,6 +73,19 @@ def attention(gen, x, t, n):
     )
 
 
+@register_step(0.7)
+@image_step
+def recurrent(gen, x, t, n):
+    """Recurrent layers over the cells of a sample, over one axis of cells, or over the samples."""
+    kind = gen.pick("LSTM(", "GRU(", "RNN(", "LSTM(proj_size=2, ")
+    layer = gen.bind(
+        f"nn.{kind}input_size={t.shape[1]}, hidden_size=3, num_layers={gen.int(1, 2)}, bias={gen.chance()},"
+        f" batch_first={gen.chance()}, bidirectional={gen.chance()})"
+    )
+    sequences = gen.pick(f"{x}.flatten(2).mT", f"{x}.movedim(1, -1).flatten(0, -3)")
+    return f"{layer}({sequences}){gen.pick('[0]', '[0]', '[0].mT')}"
+
+
 @register_step(1.5)
 @image_step
 def window_attention(gen, x, t, n):

@@ -162,13 +162,15 @@ class RecurrentNet(nn.Module):
 
 
 @pytest.mark.long
-def test_dropout_between_recurrent_layers_is_rejected():
-    with pytest.raises(ndt.UnsupportedOperator, match="dropout between recurrent layers"):
-        compute_outputs(RecurrentNet(), torch.zeros(IMAGES), (1, 2, 1))
-    (output,) = compute_outputs(RecurrentNet(), torch.zeros(IMAGES), (1, 1, 1))
-    assert output.shape == (2, 13, 4)
-    (output, _) = compute_outputs(RecurrentNet().eval(), torch.zeros(IMAGES), (1, 2, 1))
-    assert output.shape == (2, 13, 4)
+@pytest.mark.usefixtures("fixed_seed")
+def test_dropout_between_recurrent_layers_is_equal_on_every_grid():
+    torch.manual_seed(0)
+    module, images = RecurrentNet().double(), torch.randn(IMAGES, dtype=torch.float64)
+    (expected,) = compute_outputs(module, images, (1, 1, 1))
+    assert (expected - compute_outputs(module.eval(), images, (1, 1, 1))[0]).abs().max() > 1e-3
+    for grid in ((1, 2, 1), (2, 1, 1), (1, 2, 2)):
+        for actual in compute_outputs(module.train(), images, grid):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 REJECTED = {
