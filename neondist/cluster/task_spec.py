@@ -304,6 +304,9 @@ def _create_task(names: Mapping[str, str], cluster: Iterable[str] = (), **argume
             f"{names['']}: task type '{task.type}' is not in the cluster, which has {', '.join(types)}; add its"
             " address, or correct the type"
         )
+    if not types and task.is_worker() and not task.is_master() and "num_workers" not in arguments:
+        variable = names.get("worker", names[""])
+        raise ConfigError(f"{variable}: has no addresses of workers, but this is worker {task.index}; list them all")
     addresses = [(kind, address) for kind, hosts in members.items() for address in hosts]
     for kind, address in addresses:
         variable, count = names.get(kind, names[""]), [other for _, other in addresses].count(address)
