@@ -281,8 +281,8 @@ def find_unusable_hosts(
 ) -> dict[str, str]:
     """Return the unusable hosts with reasons; all are checked in parallel, over the connections of mpirun.
 
-    A host must respond within 15 seconds, and have this version of neondist for this Python at the same paths, and one
-    of the `login_shells`, if any are given.
+    A host must respond within 15 seconds, have this version of neondist for this Python at the same paths and, if
+    `login_shells` are given, one of these as its login shell.
     """
     hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
     shells = " ".join(["", *login_shells, "", ""]) if login_shells else ""  # an unset shell is accepted

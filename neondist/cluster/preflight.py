@@ -16,13 +16,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .resources import Node, ResourceSpec, SSHConfig
-from .ssh_config import (
-    format_ssh_command,
-    login_shells_for_mpirun,
-    python_path_of,
-    ssh_command,
-    ssh_settings_of,
-)
+from .ssh_config import format_ssh_command, login_shells_for_mpirun, python_path_of, ssh_command, ssh_settings_of
 
 NODE_CHECK_TIMEOUT = 60.0
 MAX_CLOCK_SKEW_SECONDS = 30.0

@@ -26,14 +26,14 @@ _ACTIVATE_PATTERN = re.compile(r"(?P<folder>.+)/bin/activate")
 def login_shells_for_mpirun(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of login shells that run the commands of mpirun, which are in the syntax of this user's shell.
 
-    () if this is not known, as with another agent than ssh.
+    Return () if these are unknown, such as with an agent other than ssh.
     """
     if SSH_AGENT_VARIABLE in env or _SAME_SHELL_VARIABLE in env:
         return ()
     import pwd  # not on every system
 
     own_shell = ""
-    with suppress(KeyError):  # the user id of a container has no entry
+    with suppress(KeyError):  # in a container, the user ID may have no entry
         own_shell = os.path.basename(pwd.getpwuid(os.getuid()).pw_shell)
     return CSH_SHELLS if own_shell in CSH_SHELLS else SH_SHELLS
 

@@ -200,7 +200,7 @@ class KubernetesCluster:
                 return  # no change
 
     def _print_logs(self, job: Manifest, line_counts: dict[str, float]) -> None:
-        """Print the logs of started launchers, by line counts of earlier calls: a log may have been interrupted."""
+        """Print the rest of the logs of started launchers, from the line counts of earlier, interrupted calls."""
         api = self._kubernetes.client.CoreV1Api(self._api)
         selector = _LAUNCHER_SELECTORS[job["kind"]].format(job["metadata"]["name"])
         with self._convert_api_errors(job):
@@ -216,7 +216,7 @@ class KubernetesCluster:
                 except self._kubernetes.client.ApiException as error:
                     if error.status not in (400, 404):
                         raise
-                    continue  # its container has not started, or it was deleted
+                    continue  # the container has not started, or the pod was deleted
                 for count, line in enumerate(response, start=1):
                     if count > line_counts[name]:
                         line_counts[name] = count
