@@ -32,11 +32,11 @@ class ConvolutionKernels:
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> Any:
         """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out).
 
-        `zero_sides`, the zero cells at the ends of every axis of x, is ignored by this implementation.
+        `zero_widths`, the zero cells at the ends of every axis of x, is ignored by this implementation.
         """
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         out_extent = output_extent(x.shape[1:-1], kernel, stride, dilation)
@@ -53,9 +53,9 @@ class ConvolutionKernels:
         return y
 
     def conv_backward_weights(
-        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_sides: Sides | None = None
+        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_widths: Sides | None = None
     ) -> Any:
-        """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zero_sides` as in `conv_forward`."""
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zero_widths` as in `conv_forward`."""
         in_channels, out_channels = x.shape[-1] // groups, dy.shape[-1] // groups
         gradient = self.xp.zeros((groups, prod(kernel) * in_channels, out_channels), x.dtype)
         for block, columns in self._window_blocks(x, kernel, stride, dilation, groups):

@@ -111,13 +111,13 @@ class CupyKernels(Kernels):
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> Any:
         """Return the valid convolution of x, plus bias; depthwise in one launch, plus one launch for the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         shape = len(x), *output_extent(x.shape[1:-1], kernel, stride, dilation), channels
         if groups != x.shape[-1] or groups == 1 or not self._has_window_kernel(x.dtype, kernel, shape):
-            return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_widths)
         y, pool = (self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _strides(x)))
         table, index_type = self._device_table(depthwise_table(pool_geometry_table(*pool), dilation, channels), x, y)
         arguments = x, self.xp.ascontiguousarray(weights), y, table

@@ -136,7 +136,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         groups: int,
         bias: Any | None,
         write_output: Callable[[Any, Any], None],
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> None:
         """Write the valid convolution of x plus bias into y by `write_output`, strip by strip.
 
@@ -147,14 +147,14 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         write_output : callable
             `write_output(z, y)` writes the result for a strip z into that strip of y; it may overwrite z, which may be
             y itself.
-        zero_sides : (before, after) for every axis, optional
+        zero_widths : (before, after) for every axis, optional
             Cells at the ends of x that are zero.
         """
         kernel = weights.shape[:-2]
         if prod(kernel) == 1 < prod(stride):
-            x, stride, zero_sides = x[strided_index(stride)], (1,) * len(stride), None
+            x, stride, zero_widths = x[strided_index(stride)], (1,) * len(stride), None
         conv_args = stride, dilation, groups
-        row_zeros, *column_zeros = zero_sides or ((0, 0),) * len(kernel)
+        row_zeros, *column_zeros = zero_widths or ((0, 0),) * len(kernel)
         for strip in split_into_strips(
             x, y, kernel, stride, dilation, self._conv_strip_size(x, y, weights, stride, dilation)
         ):
@@ -172,7 +172,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         dilation: Ints,
         groups: int,
         output_gradient: Callable[[tuple], Any],
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
         needs_weights: bool = True,
         fused_relu: bool = False,
         needs_bias: bool = True,
@@ -187,7 +187,7 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
             Only its shape is used.
         output_gradient : callable
             `output_gradient(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
-        zero_sides : (before, after) for every axis, optional
+        zero_widths : (before, after) for every axis, optional
             Cells at the ends of x that are zero; their values in dx are unspecified.
         needs_weights : bool
             False: the gradients of weights and bias are not needed; zeros are returned.
@@ -199,8 +199,8 @@ class Kernels(CellKernels, ConvolutionKernels, PoolingKernels):
         kernel, dx_and_stride = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
             cells, dx_and_stride = strided_index(stride), dx if dx is None else (dx, stride)
-            dx, x, stride, zero_sides = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
-        row_zeros, *columns = zero_sides or ((0, 0),) * len(kernel)
+            dx, x, stride, zero_widths = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
+        row_zeros, *columns = zero_widths or ((0, 0),) * len(kernel)
         dweights, dbias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inner_dx = None if dx is None else zero_borders(dx, (row_zeros, *columns))
         accumulator = None

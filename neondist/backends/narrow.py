@@ -30,11 +30,11 @@ class HalfPrecisionKernels(Kernels):
         dilation: Ints,
         groups: int,
         bias: Any | None = None,
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
         x, weights, bias = self._round(x), self._round(weights), None if bias is None else self._round(bias)
-        return self._round(super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides))
+        return self._round(super().conv_forward(x, weights, stride, dilation, groups, bias, zero_widths))
 
     def conv_backward_input(
         self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides | None = None
@@ -44,11 +44,11 @@ class HalfPrecisionKernels(Kernels):
         return self._round(super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop))
 
     def conv_backward_weights(
-        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_sides: Sides | None = None
+        self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_widths: Sides | None = None
     ) -> Any:
         """Return the gradient of the weights, not rounded, since it is accumulated."""
         x, dy = self._round(x), self._round(dy)
-        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_sides)
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_widths)
 
     def conv_into(self, *args: Any) -> None:
         """Write the convolution plus bias into y by `write_output`, through the methods above."""

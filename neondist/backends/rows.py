@@ -36,18 +36,18 @@ class RowKernels(CompiledCells, Kernels):
         dilation: Ints,
         groups: int,
         bias: np.ndarray | None = None,
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out)."""
         if len(stride) == 1:
-            sides = zero_sides and ((0, 0), *zero_sides)
+            sides = zero_widths and ((0, 0), *zero_widths)
             return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias, sides)[:, 0]
         if self.has_compiled_kernel(x, weights.shape, groups):
             out_extent = output_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
             y = np.empty((len(x), *out_extent, weights.shape[-1]), x.dtype)
             if self._try_convolve(x, weights, y, bias, (stride, dilation, groups)):
                 return y
-        return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_sides)
+        return super().conv_forward(x, weights, stride, dilation, groups, bias, zero_widths)
 
     def conv_backward_input(
         self,
@@ -79,18 +79,18 @@ class RowKernels(CompiledCells, Kernels):
         stride: Ints,
         dilation: Ints,
         groups: int,
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
         if len(stride) == 1:
-            args = (1, *kernel), (1, *stride), (1, *dilation), groups, zero_sides and ((0, 0), *zero_sides)
+            args = (1, *kernel), (1, *stride), (1, *dilation), groups, zero_widths and ((0, 0), *zero_widths)
             return self.conv_backward_weights(x[:, None], dy[:, None], *args)[0]
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
         if self.has_compiled_kernel(x, shape, groups):
             gradient = np.empty(shape, x.dtype)
             if self._try_grad_weights(x, dy, gradient, (stride, dilation, groups)):
                 return gradient
-        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_sides)
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zero_widths)
 
     def conv_into(
         self,
@@ -102,7 +102,7 @@ class RowKernels(CompiledCells, Kernels):
         groups: int,
         bias: np.ndarray | None,
         write_output: Callable[[np.ndarray, np.ndarray], None],
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
     ) -> None:
         """Write the convolution plus bias into y by `write_output`, in place."""
         is_compiled, args = self.has_compiled_kernel(x, weights.shape, groups), (stride, dilation)
@@ -114,7 +114,7 @@ class RowKernels(CompiledCells, Kernels):
                 break
             write_output(y_strip, y_strip)
         if not is_compiled:
-            super().conv_into(y, x, weights, stride, dilation, groups, bias, write_output, zero_sides)
+            super().conv_into(y, x, weights, stride, dilation, groups, bias, write_output, zero_widths)
 
     def conv_backward_into(
         self,
@@ -126,7 +126,7 @@ class RowKernels(CompiledCells, Kernels):
         dilation: Ints,
         groups: int,
         output_gradient: Callable[[tuple], np.ndarray],
-        zero_sides: Sides | None = None,
+        zero_widths: Sides | None = None,
         needs_weights: bool = True,
         fused_relu: bool = False,
         needs_bias: bool = True,
@@ -139,9 +139,9 @@ class RowKernels(CompiledCells, Kernels):
         is_pointwise = prod(kernel) == 1 < prod(stride)  # which the base class turns into stride 1
         if is_pointwise or not (self.has_compiled_kernel(x, weights.shape, groups) and dy.size):
             return super().conv_backward_into(
-                dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
+                dx, x, dy, weights, *args, output_gradient, zero_widths, needs_weights, fused_relu, needs_bias
             )
-        sides, row_stride, row_reach = zero_sides or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
+        sides, row_stride, row_reach = zero_widths or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         dweights, dbias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inner_dx = None if dx is None else zero_borders(dx, sides)
         (num_skipped_rows, _), *column_sides = sides
@@ -164,7 +164,7 @@ class RowKernels(CompiledCells, Kernels):
                     self.relu_backward(crop_borders(x, sides)[strip.samples, rows], dx_target, dx_rows)
             if not done:
                 return super().conv_backward_into(
-                    dx, x, dy, weights, *args, output_gradient, zero_sides, needs_weights, fused_relu, needs_bias
+                    dx, x, dy, weights, *args, output_gradient, zero_widths, needs_weights, fused_relu, needs_bias
                 )
         return dweights, dbias
 

@@ -59,7 +59,7 @@ def backward_input(
 
 
 def backward_weights(
-    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_sides: Sides
+    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zero_widths: Sides
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in / groups, C_out), possibly in `reorder_for_onednn`'s order.
 
@@ -67,13 +67,13 @@ def backward_weights(
     """
     has_many_channels = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
     if has_many_channels and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return weight_gradient_by_gemm(x, dy, kernel, stride, dilation, zero_sides[0])
+        return weight_gradient_by_gemm(x, dy, kernel, stride, dilation, zero_widths[0])
     padding: Ints = (0,) * len(stride)
     if prod(kernel) * prod(stride) == 1:
         x, dy = (cells.reshape(-1, *(1,) * (len(kernel) - 1), *cells.shape[-2:]) for cells in (x, dy))
     else:
         axis = _axis_to_halve(x, dy)
-        remaining_zeros = [(0, 0) if at == axis else two for at, two in enumerate(zero_sides, start=1)]
+        remaining_zeros = [(0, 0) if at == axis else two for at, two in enumerate(zero_widths, start=1)]
         x, padding = _remove_zero_padding(x, kernel, stride, dilation, remaining_zeros)
         if axis:
             x, dy = _split_in_halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)

@@ -161,7 +161,7 @@ class MPILibrary:
 
     library: str = ""
     error: str = ""
-    cuda: bool | None = None
+    is_cuda_aware: bool | None = None
     """whether the library reports that it accepts GPU memory addresses; None: not reported"""
 
 
@@ -179,9 +179,11 @@ def _describe_gpu_support(mpi: MPILibrary) -> str:
     """Return whether MPI accepts GPU memory addresses, and the consequence."""
     if not mpi.library:
         return "no MPI"
-    if mpi.cuda:
+    if mpi.is_cuda_aware:
         return "yes, according to the library (CUDA); each run verifies it with a message first"
-    support_text = "no, according to the library" if mpi.cuda is False else "unknown, not reported by the library"
+    support_text = (
+        "no, according to the library" if mpi.is_cuda_aware is False else "unknown, not reported by the library"
+    )
     return f"{support_text}; messages from a GPU are staged through pinned host memory"
 
 

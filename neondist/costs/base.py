@@ -108,7 +108,7 @@ class Cost(Registered, ABC):
             remedy = f"targets of shape {target_shape}, not {y_shape}{alternative}; change the layers, or the targets"
         raise ShapeError(f"the network's outputs have shape {y_shape}, but the data set has {remedy}")
 
-    def check_softmax_outputs(self, outputs: int) -> None:
+    def reject_single_softmax_output(self, outputs: int) -> None:
         """Raise ConfigError, naming this cost, if its softmax is over a single output."""
         if outputs == 1:
             with set_error_subject(self):

@@ -55,7 +55,7 @@ class CrossEntropy(Cost):
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
-        self.check_softmax_outputs(y.shape[-1])
+        self.reject_single_softmax_output(y.shape[-1])
         p = softmax(y)
         if self._has_equal_weights(y, targets):
             p -= one_hot(targets, p)
@@ -77,7 +77,7 @@ class CrossEntropy(Cost):
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or the weights do not match the outputs."""
         super().check_output_shape(y_shape, classes)
-        self.check_softmax_outputs(y_shape[-1])
+        self.reject_single_softmax_output(y_shape[-1])
         self.check_output_weights("class_weights", self.class_weights, y_shape[-1])
 
     def log_probability_weights(self, y: Any, targets: Any) -> Any:

@@ -50,7 +50,7 @@ class Dice(Cost):
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
-        self.check_softmax_outputs(y.shape[-1])
+        self.reject_single_softmax_output(y.shape[-1])
         p, t, mask = softmax(y), *self._one_hot_and_mask(y, targets)
         sizes, overlap = sum_over_tiles(namespace(y).stack([_sum_over_cells((p + t) * mask), _sum_over_cells(p * t)]))
         cell_index = (slice(None), *(None for _ in y.shape[1:-1]))
@@ -62,7 +62,7 @@ class Dice(Cost):
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError if the outputs do not match the classes, or if there is only one output."""
         super().check_output_shape(y_shape, classes)
-        self.check_softmax_outputs(y_shape[-1])
+        self.reject_single_softmax_output(y_shape[-1])
 
     def reduced_elements_per_sample(self, y_shape: tuple[int, ...]) -> int:
         """Return 3 C: two sums per class for the gradient, and one for the value."""
@@ -140,7 +140,7 @@ class DiceCE(Cost):
     def check_output_shape(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise UserError as the cross entropy does."""
         super().check_output_shape(y_shape, classes)
-        self.check_softmax_outputs(y_shape[-1])
+        self.reject_single_softmax_output(y_shape[-1])
         self.check_output_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
 
     def _scaled_parts(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:

@@ -44,7 +44,7 @@ class Focal(CrossEntropy):
 
     def local_sum_gradient(self, y: Any, targets: Any, sum_over_tiles: TileSum = no_reduction) -> Any:
         """Return the gradient of `local_sum` with respect to the scores."""
-        self.check_softmax_outputs(y.shape[-1])
+        self.reject_single_softmax_output(y.shape[-1])
         xp, log_p = namespace(y), log_softmax(y)
         p, q = xp.exp(log_p), -xp.expm1(log_p)
         tiny = np.finfo(y.dtype).tiny

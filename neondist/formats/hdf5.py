@@ -132,7 +132,7 @@ class HDF5Sink(InPlaceSink):
         return False
 
     def _create_layout(self, draft: Path, like: TileSource | None) -> CellLayout:
-        names = self._new_array_names()
+        names = self._output_array_names()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
         axes, shape = squeeze_channels(self.axes, self.shape, self._options)
         by_channel = self.one_array_per_channel
@@ -169,7 +169,7 @@ class HDF5Sink(InPlaceSink):
         hdf5_type, dataspace = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
         return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), hdf5_type, dataspace, properties))
 
-    def _new_array_names(self) -> list[str]:
+    def _output_array_names(self) -> list[str]:
         """Return the names of the arrays: one, or one for each channel."""
         name = self._options["name"]
         if not name or "/" in name:

@@ -255,9 +255,9 @@ class NetCDFSink(HDF5Sink):
             raise ConfigError(f"{self.path}: NetCDF files cannot store {self.dtype}; choose another dtype")
         return super()._create_layout(draft, like)
 
-    def _new_array_names(self) -> list[str]:
+    def _output_array_names(self) -> list[str]:
         if not self.one_array_per_channel:
-            return super()._new_array_names()
+            return super()._output_array_names()
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
             raise ConfigError(
@@ -309,7 +309,7 @@ class NetCDFSink(HDF5Sink):
         for one in variables:
             if one.values is not None:
                 extents = dict(zip(one.dimensions, one.values.shape, strict=True))
-                if sizes | extents == extents | sizes and one.name not in self._new_array_names():
+                if sizes | extents == extents | sizes and one.name not in self._output_array_names():
                     sizes.update(extents)
                     written[one.name] = one
                     file[one.name] = one.values

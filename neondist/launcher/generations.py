@@ -95,8 +95,10 @@ class _MultiGenerationRun:
     def run(self) -> int:
         """Run all generations; return the exit code of the last one."""
         while True:
-            is_stopped, is_first = lambda: bool(self.received_signals), not self.generation
-            members = wait_for_members(self.roster, self.wait_limit, is_stopped, self.report_wait, self.sleep, is_first)
+            is_stopped, is_first_generation = lambda: bool(self.received_signals), not self.generation
+            members = wait_for_members(
+                self.roster, self.wait_limit, is_stopped, self.report_wait, self.sleep, is_first_generation
+            )
             if members is None:
                 return self.report_giving_up()
             self.generation += 1

@@ -318,7 +318,7 @@ def wait_for_members(
     is_stopped: Callable[[], bool],
     report: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
-    is_first: bool = False,
+    is_first_generation: bool = False,
 ) -> GenerationMembers | None:
     """Wait for the members of the next generation; return None after `limit` seconds or if `is_stopped()`.
 
@@ -338,7 +338,7 @@ def wait_for_members(
         if members is not None:
             reasons = roster.find_unusable_hosts(members)
             problems = {host: f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE_TEXT}
-            if is_first and problems:
+            if is_first_generation and problems:
                 raise LaunchError(f"--hosts-from: {'; '.join(problems.values())}, or remove the host from the list")
             excluded = roster.exclude_hosts(reasons)
             if not excluded:

@@ -10,6 +10,6 @@ if __name__ == "__main__":
             from mpi4py import MPI
         shared_memory.unlink_segments(MPI)
         library = MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")
-        print(json.dumps({"library": library, "cuda": cuda.reports_cuda_support(MPI)}))
+        print(json.dumps({"library": library, "is_cuda_aware": cuda.reports_cuda_support(MPI)}))
     except Exception as error:
         print(json.dumps({"error": str(error).splitlines()[0]}))

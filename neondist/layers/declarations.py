@@ -67,7 +67,7 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
     _check_reduction_methods(layer, [reduction.direction for reduction in reductions])
     check_value("activation", layer.activation, Activation | None)
     if layer.distributed:
-        _check_independence_of_tiles(layer, input_shape, output_shape, reductions)
+        _check_results_independent_of_tiling(layer, input_shape, output_shape, reductions)
 
 
 def _check_parameter(layer: Layer, name: str, parameter: Parameter, input_shape: Shape, output: Shape) -> None:
@@ -90,7 +90,7 @@ def _check_parameter(layer: Layer, name: str, parameter: Parameter, input_shape:
         )
 
 
-def _check_independence_of_tiles(
+def _check_results_independent_of_tiling(
     layer: Layer, input_shape: Shape, output: Shape, reductions: Sequence[Reduction]
 ) -> None:
     """Raise ConfigError if outputs or gradients depend on the tiles."""

@@ -271,7 +271,7 @@ class Model(LayerModel):
         if plan.overlapping_tiles is not None:
             self.input.repartition(plan.overlapping_tiles, plan.overlapping_tiles)
         self.parameters = self.trained_parameters = LayerParameters(
-            self.leaves, context, self.sync_class, plan.parameters.shares, plan.parameters.compressors
+            self.leaves, context, self.sync_class, plan.parameters.shares, plan.parameters.gradient_compressors
         )
         self.sync = self.parameters.sync
         max_samples = max_micro_batch_size(micro_batch_ranges(self.input.local_shape[0], self.accumulate))

@@ -118,7 +118,7 @@ class LayerParameters(Parameters):
         context: ModelContext,
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, OwnerBoxes] | None = None,
-        compressors: Mapping[str, str] | None = None,
+        gradient_compressors: Mapping[str, str] | None = None,
     ) -> None:
         self.context = context
         self.layers = {str(layer.name): layer for layer in layers}
@@ -126,7 +126,7 @@ class LayerParameters(Parameters):
             {name: layer.parameters_for(layer.input_shape) for name, layer in self.layers.items()}
         )
         kept = self._create_shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
-        super().__init__(context.grid, trained_shards, self._allocate_zeros, sync, shares, compressors)
+        super().__init__(context.grid, trained_shards, self._allocate_zeros, sync, shares, gradient_compressors)
         self.untrained_shards = kept
         self.untrained_values = self._allocate_zeros(sum(prod(shard.local_shape) for shard in kept))
         self._flat_ranges_by_layer: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}

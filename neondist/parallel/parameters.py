@@ -35,7 +35,7 @@ class Parameters:
         Returns a flat array of n zeros.
     shares : mapping of str to OwnerBoxes, optional
         The parts of parameters with owners, by full name.
-    compressors : mapping of str to str, optional
+    gradient_compressors : mapping of str to str, optional
         Compressors as text, such as 'topk(0.01)', by full name of the parameters whose gradients are compressed.
 
     Attributes
@@ -60,12 +60,12 @@ class Parameters:
         allocate_zeros: Callable[[int], Any],
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, OwnerBoxes] | None = None,
-        compressors: Mapping[str, str] | None = None,
+        gradient_compressors: Mapping[str, str] | None = None,
     ) -> None:
-        self.grid, shares, compressors = grid, shares or {}, compressors or {}
+        self.grid, shares, gradient_compressors = grid, shares or {}, gradient_compressors or {}
 
         def sort_key(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
-            compressor = compressors.get(shard.full_name, "")
+            compressor = gradient_compressors.get(shard.full_name, "")
             return shard.full_name in shares, shard.is_tiled, compressor, shard.parameter.layout.is_partitioned
 
         self.trained_shards = sorted(trained, key=sort_key)
@@ -76,7 +76,9 @@ class Parameters:
         self.first_owned_index = next((at for at, share in enumerate(self._shares) if share), len(self.trained_shards))
         self.owned_start, summed = shard_ends[self.first_owned_index], self.trained_shards[: self.first_owned_index]
         self.num_world_gradients = sum(prod(shard.local_shape) for shard in summed if not shard.is_tiled)
-        compressed_shards = [(s.full_name, s.local_shape, compressors[s.full_name]) for s in summed if sort_key(s)[2]]
+        compressed_shards = [
+            (s.full_name, s.local_shape, gradient_compressors[s.full_name]) for s in summed if sort_key(s)[2]
+        ]
         num_uncompressed_gradients = self.num_world_gradients - sum(prod(shape) for _, shape, _ in compressed_shards)
         self.values, buffer = allocate_zeros(shard_ends[-1]), allocate_zeros(FLAG_HEADER_LENGTH + shard_ends[-1])
         self.grads = buffer[FLAG_HEADER_LENGTH:]

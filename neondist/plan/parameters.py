@@ -71,7 +71,7 @@ class ParameterPlan:
         return compute_owner_boxes(self.strategy, self.grid.size, self.untiled)
 
     @cached_property
-    def compressors(self) -> dict[str, str]:
+    def gradient_compressors(self) -> dict[str, str]:
         """Compressors of gradients, by full name; parameters that are tiled or have owners are omitted."""
         compressors, itemsize = dict[str, str](), self.dtype.itemsize
         for name, parameter in self.untiled.items():
@@ -86,7 +86,11 @@ class ParameterPlan:
 
     @property
     def _compressors_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(kind, self.untiled[name].shape) for name, kind in self.compressors.items() if kind != ROWS_COMPRESSOR]
+        return [
+            (kind, self.untiled[name].shape)
+            for name, kind in self.gradient_compressors.items()
+            if kind != ROWS_COMPRESSOR
+        ]
 
     @cached_property
     def untiled(self) -> dict[str, Parameter]:
@@ -129,7 +133,7 @@ class ParameterPlan:
             sum(item.elements_on(self.grid, tile) for item in self.parameters.values() if self.is_tiled(item) is tiled)
             for tiled in (False, True)
         )
-        untiled_elements -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.compressors)
+        untiled_elements -= sum(self.untiled[name].elements_on(self.grid, tile) for name in self.gradient_compressors)
         untiled_elements -= self.num_elements_with_owners
         itemsize = self.dtype.itemsize
         packed = sum(compressed_bytes_if_smaller(*each, itemsize) or 0 for each in self._compressors_and_shapes)

@@ -49,8 +49,8 @@ class StripwisePlan:
         Number of strips, at the end of a tile, whose gradients are kept; default: all.
     extended_output : Partition or None
         Cells of the last value on each tile, if more than the tile's: at a cut, all cells that later steps read.
-    precomputed_strip_cells : list of Partition, optional
-        Precomputed `strip_cells` of the same strips.
+    precomputed_strip_partitions : list of Partition, optional
+        Precomputed `strip_partitions` of the same strips.
     """
 
     graph: Graph
@@ -60,7 +60,7 @@ class StripwisePlan:
     cuts: tuple[int, ...] = ()
     extended_output: Partition | None = None
     num_strips_with_kept_gradients: int | None = None
-    precomputed_strip_cells: list[Partition] | None = field(default=None, repr=False, compare=False)
+    precomputed_strip_partitions: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class StripwisePlan:
             checkpointed_strips=checkpointed_strips,
             cuts=cuts,
             num_strips_with_kept_gradients=num_strips_with_kept_gradients,
-            precomputed_strip_cells=self.strip_cells,
+            precomputed_strip_partitions=self.strip_partitions,
         )
 
     def with_strips(self, strips: int) -> StripwisePlan:
@@ -140,11 +140,11 @@ class StripwisePlan:
         for at, (count, step) in enumerate(zip(run_counts, graph.steps, strict=True)):
             if len(graph.shapes[step.output_value]) < 2:
                 continue
-            cells = self.strip_cells[step.output_value]
-            axes = range(len(cells.parts))
-            computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
+            partition = self.strip_partitions[step.output_value]
+            axes, num_strips = range(len(partition.parts)), prod(partition.parts)
+            computed = prod(sum(max(0, hi - lo) for lo, hi in partition.ranges_along(axis)) for axis in axes)
             total += count * (
-                computed * forward_cost_per_cell(graph, at) + strip_share * prod(cells.parts) * CALL_COST_IN_OPERATIONS
+                computed * forward_cost_per_cell(graph, at) + strip_share * num_strips * CALL_COST_IN_OPERATIONS
             )
         return total
 
@@ -160,7 +160,7 @@ class StripwisePlan:
             return None
         *cuts, nodes = self.cuts
         value = self.graph.node_ends[nodes][1]
-        cell_parts = self.strip_cells[value], self.grid.partition(self.graph.shapes[value][:-1])
+        cell_parts = self.strip_partitions[value], self.grid.partition(self.graph.shapes[value][:-1])
         extended_output = hull_partition(*(self._union_over_strips(part, self._num_kept_strips) for part in cell_parts))
         grid = replace(self.grid, num_last_strips=self._num_kept_strips)
         return StripwisePlan(
@@ -263,21 +263,21 @@ class StripwisePlan:
         if not self.checkpointed_strips:
             return 0
         saved_arrays = [
-            (self.strip_cells[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
+            (self.strip_partitions[value], self.graph.shapes[value][-1], layer.saved_bytes_and_elements)
             for at, (layer, _, _, value) in enumerate(self.graph.steps)
             if layer is not None and layer.saved_bytes_and_elements is not None and at not in self.recomputed_steps
         ]
         return sum(
-            cells.box(at).size * channels * (fixed + count * itemsize)
+            partition.box(at).size * channels * (fixed + count * itemsize)
             for at in self.strips(tile)[-self.checkpointed_strips :]
-            for cells, channels, (fixed, count) in saved_arrays
+            for partition, channels, (fixed, count) in saved_arrays
         )
 
     @cached_property
-    def strip_cells(self) -> list[Partition]:
-        """Cells of every value in each strip; all cells of a vector."""
-        if self.precomputed_strip_cells is not None:
-            return self.precomputed_strip_cells
+    def strip_partitions(self) -> list[Partition]:
+        """Partition of every value into the cells of each strip; for a vector, each strip has all cells."""
+        if self.precomputed_strip_partitions is not None:
+            return self.precomputed_strip_partitions
         graph, outputs = self.graph, self.output_cells
         own_cells = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
         own_cells[graph.output_value] = outputs
@@ -300,7 +300,7 @@ class StripwisePlan:
     @cached_property
     def section(self) -> PlannedSection:
         """Section executed for each strip, whose tiles are the strips."""
-        return PlannedSection.of_parts(self.graph, self.strip_cells, self.grid)
+        return PlannedSection.of_parts(self.graph, self.strip_partitions, self.grid)
 
     @cached_property
     def regions(self) -> LayerRegions:
@@ -315,7 +315,7 @@ class StripwisePlan:
     @cached_property
     def tile_cells(self) -> list[Partition]:
         """Union of the cells of every value over the strips of a tile; for the image, including strips below a cut."""
-        image_cells, *others = (self._union_over_strips(cells) if cells.extent else cells for cells in self.strip_cells)
+        image_cells, *others = (self._union_over_strips(p) if p.extent else p for p in self.strip_partitions)
         lower = self.stream_below_cut
         return [image_cells if lower is None else hull_partition(image_cells, lower.tile_cells[0]), *others]
 
@@ -355,7 +355,7 @@ class StripwisePlan:
         """Return one strip per geometry; `only_largest`: omit strips with no more rows of any value than another."""
         part_by_strip, strips = self._first_axis_parts(tile), self.strips(tile)
         own = [part_by_strip[at] for at in strips]
-        cells_by_value = {value: cells for value, cells in enumerate(self.strip_cells) if cells.extent}
+        cells_by_value = {value: cells for value, cells in enumerate(self.strip_partitions) if cells.extent}
         ranges = {value: np.array([cells.range(0, part) for part in own]).T for value, cells in cells_by_value.items()}
         touching = {value: (lo == 0, hi == cells_by_value[value].extent[0]) for value, (lo, hi) in ranges.items()}
         keys = [end for ends in touching.values() for end in ends]
@@ -384,7 +384,7 @@ class StripwisePlan:
         for at in self._distinct_strips(tile, only_largest=True):
             halos = self.section.output_halo_plans(at)
             halo_elements = sum(cells.buffer.size * width for cells, width in halos)  # doubled below, for the gradient
-            image_elements = self.strip_cells[0].box(at).size * channels
+            image_elements = self.strip_partitions[0].box(at).size * channels
             elements = self.section.memory_plan(at).num_elements + 2 * (image_elements + halo_elements)
             saved = self.section.saved_bytes(at, itemsize)
             bytes_by_strip.append(elements * itemsize + sum(saved) + max(saved))  # max: scratch of the largest step
@@ -401,7 +401,7 @@ class StripwisePlan:
         parts = self.parts
         plans = [plan for part in parts for plan in part.section.placed.values()]
         strips = [key for plan in plans for key in plan.tile_class_keys("all")]
-        strips += [part_class_keys(cells) for part in parts for cells in part.strip_cells]
+        strips += [part_class_keys(partition) for part in parts for partition in part.strip_partitions]
         extended_output = [part_class_keys(part.extended_output) for part in parts if part.extended_output is not None]
         return [*(tile_keys_from_strips(key, self.grid.strips) for key in strips if key.by_axis), *extended_output]
 

@@ -236,8 +236,8 @@ class StripwiseSection:
 
     def _add_gradient_at_cut(self, strip: int, lower_section: StripwiseSection, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the output of `lower_section` to the total gradient of this output."""
-        strip_cells = self.planned.strip_cells[lower_section.planned.graph.output_value].box(strip)
-        total[(slice(None), *strip_cells.relative_to(lower_section._output_box).slices)] += dy  # type: ignore[arg-type]
+        strip_box = self.planned.strip_partitions[lower_section.planned.graph.output_value].box(strip)
+        total[(slice(None), *strip_box.relative_to(lower_section._output_box).slices)] += dy  # type: ignore[arg-type]
 
     def _run_back_to_image(
         self, passes: Sequence[StripwisePass], group: _BackwardStrips, stop_step: int, dxs: Sequence[Any]
@@ -325,7 +325,7 @@ class StripwiseSection:
                 layer.scattered_output_array.set_halo_plan(layer.scattered_output_array.plan)
 
     def _image_cells_of_strip(self, strip: int) -> CellIndex:
-        return slice(None), *self.planned.strip_cells[0].box(strip).relative_to(self._image_box).slices
+        return slice(None), *self.planned.strip_partitions[0].box(strip).relative_to(self._image_box).slices
 
     def _output_cells_of_strip(self, strip: int) -> CellIndex:
         return slice(None), *self.planned.output_cells.box(strip).relative_to(self._output_box).slices  # type: ignore[arg-type]

@@ -52,6 +52,6 @@ def test_strips_below_a_cut_read_only_their_tile(extent, tiles, count, transpose
         for tile in range(tiles):
             image = stream.tile_cells[0].box(tile)
             assert all(
-                part.strip_cells[0].box(strip).intersect(image) == part.strip_cells[0].box(strip)
+                part.strip_partitions[0].box(strip).intersect(image) == part.strip_partitions[0].box(strip)
                 for strip in part.strips(tile)
             )

@@ -97,7 +97,7 @@ class ModuleParameters(Parameters):
         grid: ProcessGrid,
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, OwnerBoxes] | None = None,
-        compressors: Mapping[str, str] | None = None,
+        gradient_compressors: Mapping[str, str] | None = None,
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
@@ -111,7 +111,7 @@ class ModuleParameters(Parameters):
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
         names_and_parameters = zip(tensors, parameters_by_name(tensors, sparse).values(), strict=True)
         shards = [ParameterShard(MODULE_KEY, name, parameter, grid) for name, parameter in names_and_parameters]
-        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
+        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, gradient_compressors)
         self.tensors = dict[str, nn.Parameter]()
         self.optimizer_parameters = dict[str, nn.Parameter]()
         self._value_views = dict[str, torch.Tensor]()

@@ -78,7 +78,7 @@ class DistributedOptimizer(PartitionedOptimizer):
                     f"strategy: {optimizer_factory.constructor.__name__} needs whole parameters; use AllReduce"
                 )
             self.parameters = ModuleParameters(
-                tensors, grid, shares=plan.shares, compressors=plan.compressors, sparse=sparse_weights
+                tensors, grid, shares=plan.shares, gradient_compressors=plan.gradient_compressors, sparse=sparse_weights
             )
         self.grid, self.strategy = grid, plan.strategy
         self.optimizer = self.parameters.partition_optimizer(optimizer_factory.create(tensors.values()))
@@ -101,7 +101,7 @@ class DistributedOptimizer(PartitionedOptimizer):
         self._in_backward = False
         for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), record=True), strict=True):
             # earlier hooks may have replaced the gradient computed on tiles
-            tensor.register_hook(partial(self._begin_backward_pass, parts, not tensor._backward_hooks))
+            tensor.register_hook(partial(self._prepare_gradient_for_sum, parts, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that this rank owns, and receive the others from their owners. Collective.
@@ -252,7 +252,9 @@ class DistributedOptimizer(PartitionedOptimizer):
         elif saved_array is not None:
             state.array[...] = saved_array
 
-    def _begin_backward_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
+    def _prepare_gradient_for_sum(
+        self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor
+    ) -> Any:
         """Set aside the sums of earlier passes, and return the gradient to be summed over the ranks.
 
         Parameters

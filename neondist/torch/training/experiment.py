@@ -263,7 +263,7 @@ class TorchModel(TrainableModel):
         parameter_plan = self.compiled.parameters
         tensors = dict(self.module.named_parameters())
         updated_parameters = {name: tensors[name] for name in self.compiled.updated_parameter_names}
-        sync_options = parameter_plan.shares, parameter_plan.compressors, sparse_embedding_weights(self.module)
+        sync_options = parameter_plan.shares, parameter_plan.gradient_compressors, sparse_embedding_weights(self.module)
         self.parameters = ModuleParameters(updated_parameters, self.grid, self.sync_class, *sync_options)
         self.sync = self.parameters.sync
         self.torch_optimizer = self.parameters.partition_optimizer(self.optimizer.create(updated_parameters.values()))
