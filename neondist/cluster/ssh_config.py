@@ -96,7 +96,9 @@ def ssh_arguments_for_mpirun(env: Mapping[str, str]) -> str:
     """
     path = _user_config_path(env)
     if path is not None and re.search(r"\s", path):
-        raise ConfigError(f"{USER_CONFIG_VARIABLE}: '{path}': mpirun requires a path without spaces; rename the file")
+        raise ConfigError(
+            f"{USER_CONFIG_VARIABLE}: '{path}': mpirun requires a path without spaces; move or rename the file"
+        )
     return " ".join(filter(None, [path and f"-F {path}", env.get(SSH_ARGS_VARIABLE)]))
 
 

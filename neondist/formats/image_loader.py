@@ -85,7 +85,10 @@ class ImageLoader:
                 )
             raw_mode = _raw_mode(image)
             if image.format == "PPM" and image.tile[0].codec_name != "raw":
-                raise DataError(f"{path}: its values are scaled to the maximum in its header; save it as PNG")
+                raise DataError(
+                    f"{path}: reading this PPM file can rescale its class indices, as it is a text file, or the maximum"
+                    " in its header is not 255 or 65535; recreate the map, and save it as PNG"
+                )
             if image.mode == "L" and ";" in raw_mode:  # 'L;4', 'L;I': grey levels, which Pillow stretches or inverts
                 raise DataError(f"{path}: its values are grey levels ({raw_mode}); save the map with 8 bits per pixel")
             image = _apply_orientation(image, path)

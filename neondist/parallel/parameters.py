@@ -251,7 +251,7 @@ def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any]
     if missing_names or unknown_names:
         raise ShapeError(
             f"{source} does not fit the model: missing {', '.join(missing_names) or 'none'};"
-            f" unknown {', '.join(unknown_names) or 'none'}; build the model with the layers with which it was saved"
+            f" unknown {', '.join(unknown_names) or 'none'}; build the model with the same layers as the saved model"
         )
     xp = namespace(arrays[0][1]) if arrays else np
     values = {name: as_real_numbers(f"{source}: '{name}'", value, xp) for name, value in values.items()}
@@ -259,7 +259,7 @@ def load_arrays(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any]
         if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
                 f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's array has"
-                f" {shard.parameter.shape}; build the model with the sizes with which it was saved"
+                f" {shard.parameter.shape}; build the model with the same layer sizes as the saved model"
             )
     for shard, array in arrays:
         array[...] = namespace(array).asarray(shard.own_part_of(values[shard.full_name]))

@@ -40,7 +40,7 @@ class SessionUpdate(ServerUpdate):
         self._model.steps_without_optimizer = self.first_step
 
     def pull_values_and_optimizer_state(self) -> None:
-        """Pull new values and the optimiser's state, on the first worker, and set the step."""
+        """On the first worker, pull new values and the optimiser's state; on every worker, set the step."""
         super().pull_values_and_optimizer_state()
         self.set_step()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..comm import ProcessGrid
 from ..data import Dataset, Split
-from ..errors import ConfigError, NotReadyError
+from ..errors import ConfigError, DataError, NotReadyError
 from ..io.checkpoint import from_json_value, to_json_value
-from ..io.checkpoint.texts import parse_json, require_json_type
+from ..io.checkpoint.texts import parse_json, require_json_type, suggest_another_checkpoint
 from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
 
@@ -115,19 +115,24 @@ class SessionState(TrainState):
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the result of `checkpoint_texts`, if present; checkpoints of experiments have none."""
-        if SESSION_ENTRY_NAME not in texts:
-            return
-        content = parse_json(texts[SESSION_ENTRY_NAME], dict)
+        if SESSION_ENTRY_NAME in texts:
+            with suggest_another_checkpoint():
+                self._restore_session_entry(parse_json(texts[SESSION_ENTRY_NAME], dict))
+
+    def _restore_session_entry(self, content: dict[str, Any]) -> None:
         settings = require_json_type("'settings'", content.get("settings"), dict)
         states, kinds = (require_json_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
         expected_names = [type(part).__name__ for part in self.stateful]
         if kinds != expected_names or len(states) != len(kinds):
-            raise ValueError(f"has states of {kinds or 'no objects'}, but the session has {expected_names or 'none'}")
+            raise DataError(
+                f"has states of {kinds or 'no objects'}, but the session has {expected_names or 'none'}; pass the same"
+                " objects to the session as when the checkpoint was saved"
+            )
         if isinstance(self.model, TrainingScriptAdapter):
             self.model.restore_settings(settings)
         else:
-            self.model.learning_rate_scale = _require_number(settings.get("learning_rate_scale", 1.0)) or 0.0
-            self.model.scheduled_momentum = _require_number(settings.get("momentum"))
+            self.model.learning_rate_scale = _require_number(settings, "learning_rate_scale", 1.0) or 0.0
+            self.model.scheduled_momentum = _require_number(settings, "momentum")
         for part, state in zip(self.stateful, states, strict=True):
             part.load_state_dict(
                 from_json_value(
@@ -136,9 +141,10 @@ class SessionState(TrainState):
             )
 
 
-def _require_number(value: Any) -> float | None:
+def _require_number(settings: dict[str, Any], name: str, default: float | None = None) -> float | None:
+    value = settings.get(name, default)
     if value is not None and type(value) not in (int, float):
-        raise ValueError("a setting is not a number")
+        raise ValueError(f"'{name}' is not a number")
     return value
 
 

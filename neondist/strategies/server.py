@@ -59,7 +59,7 @@ class PS(StrategyBuilder):
 
 
 class PSLoadBalancing(PS):
-    """Owners as in `PS`, with whole parameters balanced over all owners by bytes, largest first."""
+    """`PS` with several owners: whole parameters are distributed over them, balanced by bytes, largest first."""
 
     def assign_owners(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
         """Return the owners of all parts, given their sizes in bytes."""
@@ -67,7 +67,10 @@ class PSLoadBalancing(PS):
 
 
 class PartitionedPS(PSLoadBalancing):
-    """`PSLoadBalancing` of parts along the first axis, as many as the least divisor above 1 of the extent."""
+    """Like `PSLoadBalancing`, but each parameter is split along its first axis into n parts.
+
+    n is the smallest divisor above 1 of that axis's extent.
+    """
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: not partitioned."""
@@ -75,7 +78,10 @@ class PartitionedPS(PSLoadBalancing):
 
 
 class UnevenPartitionedPS(PSLoadBalancing):
-    """`PSLoadBalancing` of parts along the first axis, as many as the least non-divisor above 1 of the extent."""
+    """Like `PSLoadBalancing`, but each parameter is split along its first axis into n parts.
+
+    n is the smallest integer between 1 and that axis's extent that does not divide it, or the extent if there is none.
+    """
 
     def choose_partition(self, spec: ParameterSpec) -> AxisPartition | None:
         """Return the partition of a parameter; None: not partitioned."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..data import Dataset
 from ..formats.fields import FieldChannel, FieldMetadata
 from ..formats.month_step import MonthStep
-from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type
+from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type, suggest_another_checkpoint
 from ..terminal.console import counted
 
 FIELDS_TEXT_NAME = "fields"
@@ -24,19 +24,23 @@ def field_metadata_from_texts(texts: Mapping[str, str]) -> FieldMetadata:
     """Return the metadata in the texts of a checkpoint; raise ValueError if missing or invalid."""
     if FIELDS_TEXT_NAME not in texts:
         raise ValueError("has no variable names; specify a checkpoint of a network trained on ClimateFiles")
-    values = parse_json(texts[FIELDS_TEXT_NAME], dict)
+    with suggest_another_checkpoint():
+        return _parse_field_metadata(parse_json(texts[FIELDS_TEXT_NAME], dict))
+
+
+def _parse_field_metadata(values: dict[str, Any]) -> FieldMetadata:
     input_names, input_units, output_names, output_units = (
         _parse_names(values, name) for name in ("inputs", "input_units", "outputs", "units")
     )
     if len(input_names) != len(input_units) or len(output_names) != len(output_units):
-        raise ValueError("does not record the units of all its variables; specify another checkpoint")
+        raise ValueError("does not record the units of all its variables")
     mean, std = (_parse_numbers(values, name, len(output_names)) for name in ("mean", "std"))
     if (std <= 0).any():
-        raise ValueError("'std' is not positive; specify another checkpoint")
+        raise ValueError("'std' is not positive")
     (step_seconds,) = _parse_numbers({"step": [values.get("step")]}, "step", 1).tolist()
     directions = _parse_names(values, "order") if "order" in values else ["", ""]
     if len(directions) != 2:
-        raise ValueError("'order' does not have two names; specify another checkpoint")
+        raise ValueError("'order' does not have two names")
     lead_steps = require_json_integer("'lead'", values.get("lead"))
     month_values = require_json_type("'month_step'", values.get("month_step") or {}, dict)
     month_step = None
@@ -138,11 +142,12 @@ def restore_dataset_normalisation(texts: Mapping[str, str], dataset: Dataset) ->
     for split in dataset.splits.values():
         if split.fields is not None:
             split.fields = restore_field_normalisation(texts, split.fields)
-            image_values = parse_json(texts.get("images", "{}"), dict)
             num_channels = len(split.factor_and_subtrahend[0])
-            factor, offset = (_parse_numbers(image_values, name, num_channels) for name in ("factor", "offset"))
-            if (factor == 0).any():
-                raise ValueError("'factor', the normalisation factor of images, is 0; specify another checkpoint")
+            with suggest_another_checkpoint():
+                image_values = parse_json(texts.get("images", "{}"), dict)
+                factor, offset = (_parse_numbers(image_values, name, num_channels) for name in ("factor", "offset"))
+                if (factor == 0).any():
+                    raise ValueError("'factor', the normalisation factor of images, is 0")
             split.normalise(offset / factor, 1 / factor)
 
 
@@ -173,5 +178,5 @@ def _parse_stamps(rows: list[Any]) -> tuple[tuple[int, int, float], ...]:
 def _parse_numbers(json_object: dict[str, Any], key: str, count: int) -> np.ndarray:
     values = require_json_type(f"'{key}'", json_object.get(key), list)
     if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
-        raise ValueError(f"'{key}' is not a list of {counted(count, 'number')}; specify another checkpoint")
+        raise ValueError(f"'{key}' is not a list of {counted(count, 'number')}")
     return np.array(values, np.float64)

@@ -12,7 +12,7 @@ from ..comm import ProcessGrid
 from ..data import Dataset
 from ..data.base import SPLITS
 from ..errors import DataError
-from ..io.checkpoint.texts import parse_json, require_json_integer
+from ..io.checkpoint.texts import parse_json, require_json_integer, suggest_another_checkpoint
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import ControlFlag
@@ -211,7 +211,9 @@ class TrainState:
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
         """Restore the number of server updates; raise ValueError if the texts do not match the data set."""
         if SERVER_UPDATES_TEXT in texts:
-            self.server_updates = require_json_integer("'server updates'", parse_json(texts[SERVER_UPDATES_TEXT], int))
+            with suggest_another_checkpoint():
+                updates = require_json_integer("'server updates'", parse_json(texts[SERVER_UPDATES_TEXT], int))
+            self.server_updates = updates
         fields = getattr(self.dataset.train, "fields", None)  # missing in user-defined splits
         if fields is not None:
             restore_field_normalisation(texts, fields)

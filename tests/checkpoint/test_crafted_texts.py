@@ -107,11 +107,13 @@ def test_crafted_image_facts(texts, tmp_path):
     for text in craft_texts(texts[1]["images"]):
         error_type = _catch_error_type(lambda text: parse_shape_and_normalisation(texts[0], {"images": text}), text)
         assert error_type in (None, DataError), text
+    with pytest.raises(DataError, match=r"does not record how its images were normalised; give a checkpoint of"):
+        parse_shape_and_normalisation(texts[0], {})
     path = forge_checkpoint(
         texts[0], lambda file: _replace_text(file, "images", '{"shape": [1, "a"], "factor": [1], "offset": [0]}')
     )
     np.save(tmp_path / "x.npy", np.ones((1, 7, 6, 2)))
-    with pytest.raises(DataError, match="does not record how its images were normalised"):
+    with pytest.raises(DataError, match="how its images were normalised is invalid"):
         loopback.run(1, lambda world: predict(make_experiment(), path, tmp_path / "x.npy", tmp_path / "y.npy"))
 
 

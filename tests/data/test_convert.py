@@ -194,6 +194,11 @@ def truncate(folder, name):
     return folder
 
 
+def test_arrays_without_a_training_split_are_listed(tmp_path):
+    np.savez(tmp_path / "a.npz", x_test=np.zeros((4, 3, 3)), y_test=np.arange(4))
+    assert "a.npz: has x_test, y_test; name the arrays x_train, y_train" in convert(tmp_path, tmp_path / "a.npz")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_invalid_inputs(tmp_path, fault):
     (tmp_path / "p").mkdir()

@@ -162,7 +162,7 @@ def test_pillow_warnings_are_not_repeated(tmp_path):
 
 MASKS = {
     "black and white": (make_image(BYTES > 99, "L"), "m.png", "maps contain only 0 and 255"),
-    "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the maximum"),
+    "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "can rescale its class indices"),
     "lossy": (make_image(BYTES // 99), "m.jpg", "JPEG is lossy and changes class indices"),
     "colours": (make_image(BYTES, "RGB"), "m.png", "a class map has one channel"),
     "negative": (make_image(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),

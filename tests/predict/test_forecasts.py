@@ -217,7 +217,9 @@ INVALID_FORECASTS = {
     "infinite values": (lambda d: d.assign(t2m=d.t2m / 0), [], "a.nc:t2m: has infinite values; replace"),
     "other levels": (lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
     "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: has a gap in time"),
-    "too few times": (lambda d: d.isel(time=[0]), [], "has 1 time, but the network needs 2; give more files"),
+    "too few times": (
+        lambda d: d.isel(time=[0]), [], "a.nc: has 1 time step, but an input of the network needs 2; give more files",
+    ),
     "not a NetCDF file": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
     "blocks": (lambda d: d, ["--block", "4"], "leave out classes, probabilities, block and axes"),
     "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, but the experiment has lead: 2"),

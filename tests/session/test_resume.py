@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.comm import loopback
+from neondist.session.state import create_session_state
 
 LAST = 9
 
@@ -196,8 +197,23 @@ def test_checkpoint_of_other_objects_is_rejected(tmp_path):
     pytest.importorskip("torch")
     train_torch(tmp_path, 1, "AllReduce")
     module, _, _ = build_torch_parts(nd.ProcessGrid.serial(), "AllReduce")
-    with pytest.raises(nd.DataError, match=r"states of \['MultiStepLR'\].*give another checkpoint_dir"):
+    message = (
+        r"states of \['MultiStepLR'\], .* has none; pass the same objects to .*saved, or give another checkpoint_dir"
+    )
+    with pytest.raises(nd.DataError, match=message):
         nd.DistributedSession(nd.TaskSpecDef(), module, tmp_path).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "it is not of type dict"),
+        ('{"settings": {"momentum": "1"}, "states": [], "kinds": []}', "'momentum' is not a number"),
+    ],
+)
+def test_invalid_session_entries_are_rejected(text, message):
+    with pytest.raises(ValueError, match=f"^{message}; specify another checkpoint$"):
+        create_session_state(build_layer_model(nd.ProcessGrid.serial())[0]).restore_checkpoint_texts({"session": text})
 
 
 def test_epoch_loss_counts_each_sample_once():

@@ -93,7 +93,7 @@ def npz_splits(path: Path) -> dict[str, SplitSource]:
     """Return the splits of a .npz file, recognised by the names of its arrays."""
     with _convert_errors(str(path)), _open_zip(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
-    splits = {}
+    splits, array_names = {}, ", ".join(sorted(members))
     for split, names in _IMAGE_KEYS.items():
         key_candidates = names, _LABEL_KEYS[split]
         x_key, y_key = (next((n for n in candidates if n in members), None) for candidates in key_candidates)
@@ -101,7 +101,7 @@ def npz_splits(path: Path) -> dict[str, SplitSource]:
             splits[split] = split_of_arrays(ArrayFile(path, members.pop(x_key)), ArrayFile(path, members.pop(y_key)))
     if "train" not in splits:
         raise DataError(
-            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name the arrays x_train, y_train (and x_val,"
+            f"{path}: has {array_names or 'no arrays'}; name the arrays x_train, y_train (and x_val,"
             " y_val, x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))

@@ -95,7 +95,7 @@ class CIFAR10Files:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             # tarfile's message has a line per compression that it tried
-            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")
+            reason = (str(error).splitlines() or ["truncated"])[0].rstrip(":")
             raise DataError(
                 f"{self.folder_or_archive}: is not a valid .tar.gz ({reason}); download it again"
             ) from error

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 MAX_EXACT_INTEGER = 1 << 53  # integers up to this limit are exact in float64
 
 T = TypeVar("T")
+
+
+@contextmanager
+def suggest_another_checkpoint() -> Iterator[None]:
+    """Append a remedy to the message of a ValueError."""
+    try:
+        yield
+    except ValueError as problem:
+        raise ValueError(f"{problem}; specify another checkpoint") from None
 
 
 def parse_json(text: str, expected_type: type[T]) -> T:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ...geometry import Atom, AxisCells, DimRequest, Place, Range, Window, clip_ranges, fold_index, hull_of, shift_range
 
 SAME_INDEX_WINDOW = Window.for_pointwise(1)
-"""Window of results that depend on the same index, or on all indices if the dimension is whole."""
+"""Window for results that depend only on the same index; along a dimension that is not partitioned, every rank then
+views all indices."""
 
 
 class InputDimView(NamedTuple):
@@ -67,7 +68,7 @@ class Reach(NamedTuple):
         return 0 if self.is_whole(source) else self.view(*self.out_partition.range(place), source.extent).ranges[0][0]
 
     def is_whole(self, source: Atom) -> bool:
-        """Return whether every rank has all indices of the dimension and the results, and thus of the view."""
+        """Return whether neither the dimension nor the results are partitioned, so that every rank's view is whole."""
         return self.out_partition.axis is source.axis is None and not self.with_padding
 
 

@@ -157,7 +157,7 @@ class DistributedModule(nn.Module):
         self.step += self.training
         if torch.is_grad_enabled():
             # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
-            # after all messages, or ranks could stop before different messages
+            # after all messages; otherwise some ranks could stop before a message that others still send
             torch.zeros((), requires_grad=True).exp()
         return self._record_layouts(pytree.tree_unflatten(outputs, program.output_tree), program.layouts_by_output)
 

@@ -1,4 +1,4 @@
-"""Training steps of a model in AutoDist's scope, with the interface of a model for hooks and checkpoints."""
+"""Access of hooks and checkpoints to a model created in an AutoDist scope."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .script import ModuleScriptAdapter
 
 
 class ScopeScriptAdapter(ModuleScriptAdapter):
-    """Model of a scope with its optimiser and PyTorch's random state.
+    """Adapter that gives hooks and checkpoints access to a model created in an AutoDist scope, its optimiser and
+    PyTorch's random state.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigError
+from ...errors import ConfigError, DataError
 from ...io.checkpoint import from_json_value, to_json_value
 from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...models import TrainingScriptAdapter
@@ -131,8 +131,9 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         """Restore the result of `settings`; additional ranks take the random state of the last saved rank."""
         saved_groups = require_json_type("'groups'", settings.get("groups"), list)
         if len(saved_groups) != len(self._param_groups):
-            raise ValueError(
-                f"has {len(saved_groups)} parameter groups, but the optimiser has {len(self._param_groups)}"
+            raise DataError(
+                f"has {counted(len(saved_groups), 'parameter group')}, but the optimiser has"
+                f" {len(self._param_groups)}; create the optimiser with the same groups as the saved one"
             )
         for group, saved_group in zip(self._param_groups, saved_groups, strict=True):
             saved_settings = from_json_value(group, require_json_type("a group of parameters", saved_group, dict))

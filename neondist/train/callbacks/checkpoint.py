@@ -338,8 +338,10 @@ def read_checkpoint_step(path: Path, world: Transport) -> int:
 def read_run_progress(file: CheckpointReader) -> RunProgress:
     """Return the progress of the run that wrote a checkpoint; raise DataError if the file does not record it."""
     try:
+        if "position" not in file.contents.texts:
+            raise ValueError("it has no entry 'position'")
         return RunProgress.from_json(file.contents.texts["position"])
-    except (KeyError, ValueError) as problem:
+    except ValueError as problem:
         path = file.contents.path
         raise DataError(f"{path}: does not record the progress of its run ({problem}); specify another file") from None
 

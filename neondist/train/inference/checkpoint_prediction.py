@@ -82,20 +82,27 @@ def parse_shape_and_normalisation(
     path: Path, texts: dict[str, str]
 ) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
     """Return shape, factor, offset and fill value of the training images; raise DataError if they are not recorded."""
+    if "images" not in texts:
+        raise DataError(
+            f"{path}: this checkpoint does not record how its images were normalised; give a checkpoint of a training"
+            " run on images"
+        )
     try:
         saved = parse_json(texts["images"], dict)
-        shape = tuple(require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", saved["shape"], list))
+        shape = tuple(
+            require_json_integer("'shape'", n, 1) for n in require_json_type("'shape'", saved.get("shape"), list)
+        )
         fill = None if saved.get("fill") is None else _require_finite_numbers("fill", [saved["fill"]])[0]
         return (shape, _channel_numbers(saved, "factor", shape), _channel_numbers(saved, "offset", shape), fill)
-    except (KeyError, ValueError) as problem:
+    except ValueError as problem:
         raise DataError(
-            f"{path}: does not record how its images were normalised ({problem}); specify another file"
+            f"{path}: its record of how its images were normalised is invalid ({problem}); specify another checkpoint"
         ) from None
 
 
 def _channel_numbers(json_object: dict[str, Any], key: str, shape: tuple[int, ...]) -> list[float]:
     """Return the finite numbers of a field: one, or one per channel."""
-    numbers = _require_finite_numbers(key, require_json_type(f"'{key}'", json_object[key], list))
+    numbers = _require_finite_numbers(key, require_json_type(f"'{key}'", json_object.get(key), list))
     if len(numbers) not in (1, *shape[-1:]):
         raise ValueError(f"'{key}' has {counted(len(numbers), 'number')} for {counted(shape[-1], 'channel')}")
     return numbers

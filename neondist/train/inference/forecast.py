@@ -147,9 +147,11 @@ class FieldImages:
     ) -> None:
         count = len(series) - times_per_image + 1
         if count < 1:
+            first_name, *later_names = series.file_names
             raise DataError(
-                f"{series.file_names[0]}: has {counted(len(series), 'time')}, but the network needs"
-                f" {times_per_image}; give more files"
+                f"{f'the files from {first_name} on have' if later_names else f'{first_name}: has'}"
+                f" {counted(len(series), 'time step')}, but an input of the network needs {times_per_image}; give more"
+                " files"
             )
         self.series, self.factor, self.subtrahend = series, factor, subtrahend
         self._times_per_image, self._channels, self._first_time_indices = times_per_image, channels, np.arange(count)
