@@ -269,7 +269,8 @@ def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIO
         return seconds - (time.perf_counter() - start)
 
     yield from (f"Measured on {card.name}, neondist {nd.__version__}.", "")
-    yield "| Ranks on one GPU | Largest relative difference from one rank in float64: layers | PyTorch module |"
+    difference = "largest relative difference from one rank in float64"
+    yield f"| Ranks on one GPU | Layers: {difference} | PyTorch module: {difference} |"
     yield "| --- | --- | --- |"
     expected_by_job = {job: card.run_job(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
