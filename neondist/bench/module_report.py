@@ -19,12 +19,6 @@ TIME_KINDS = ("kernels", "messages", "copies", "sums", "other")
 their preparation; Python, autograd and dispatch"""
 MAX_SHOWN_OPERATORS = 3
 VARIANT_LABELS = {"ranks": "a rank", "eager": "one process"}
-LEGEND = (
-    "Training step in float32 with PyTorch's default memory layout; in all variants, the allocator keeps freed memory."
-    " * marks PyTorch's faster variant. ÷ best: step time divided by that of this variant in the same round, median and"
-    " range over the rounds. memory: peak memory of a process minus its memory before the module was created. first"
-    " step: includes distributing or compiling the module."
-)
 BREAKDOWN_LEGEND = (
     "Breakdown of the step times above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
     " messages: time in MPI, including waiting for other ranks; copies: assembly of views and operators that move data;"
@@ -47,7 +41,7 @@ def module_table(results: Results) -> RenderableType:
     ]
     parts = [
         part
-        for table, text in zip(tables, (LEGEND, BREAKDOWN_LEGEND), strict=False)
+        for table, text in zip(tables, (_step_time_legend(results), BREAKDOWN_LEGEND), strict=False)
         for part in (table, Text(), text, "")
     ]
     return Group(Text(head_text(results), style="bold"), Text(), *parts, *map(Text, _note_lines(results)))
@@ -58,7 +52,7 @@ def module_markdown(results: Results) -> str:
     steps, places = _step_time_table(results), _time_breakdown_table(results)
     parts = [
         f"{head_text(results)}.", markdown_table(*steps), "\n".join(f"* {line}" for line in _note_lines(results)),
-        LEGEND,
+        _step_time_legend(results),
     ]  # fmt: skip
     parts += [markdown_table(*places), BREAKDOWN_LEGEND] if places[1] else []
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -66,6 +60,21 @@ def module_markdown(results: Results) -> str:
 
 def _note_lines(results: Results) -> list[str]:
     return [*means_lines(results), *results["notes"], *failure_lines(results)]
+
+
+def _step_time_legend(results: Results) -> str:
+    """Return the legend of the table of step times, for those variants that have been measured."""
+    num_torch_variants, stars, ratio = len(results["variants"]) - 1, "", ""
+    if num_torch_variants > 1:
+        stars = " * marks PyTorch's faster variant."
+    if num_torch_variants:
+        reference = "that of this variant" if stars else "PyTorch's"
+        ratio = f" ÷ best: step time divided by {reference} in the same round, median and range over the rounds."
+    return (
+        "Training step in float32 with PyTorch's default memory layout; in all variants, the allocator keeps freed"
+        f" memory.{stars}{ratio} memory: peak memory of a process minus its memory before the module was created."
+        " first step: includes distributing or compiling the module."
+    )
 
 
 def _step_time_table(results: Results) -> Table:

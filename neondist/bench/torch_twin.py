@@ -95,7 +95,8 @@ class TorchTwin:
     def compare_gradients(self, file: str) -> tuple[float, float, str]:
         """Return the loss without dropout, and the error and name of the gradient that differs most from the file.
 
-        No state changes. The file contains all arrays of the model, with gradients in place of trained arrays.
+        The module's parameters and buffers are unchanged. The file contains all arrays of the model, with gradients in
+        place of trained arrays.
         """
         state_dict = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         dropouts = [part for part in self.module.modules() if isinstance(part, nn.Dropout)]

@@ -54,7 +54,10 @@ def nets(tmp_path, monkeypatch):
         ("--models nets.py:Smal", "nets.py has no 'Smal'; did you mean 'Small'?"),
         ("--models resnet", "--models resnet: unknown; expected efficientnet_b0, "),
         ("--models nets.py:Small -n 1000", "-n 1000: this machine has "),
-        ("--models nets.py:Small --json nowhere/made.json", "its folder does not exist"),
+        (
+            "--models nets.py:Small --json nowhere/made.json",
+            "made.json: its folder does not exist; create it, or choose another",
+        ),
         ("--models nets.py:Small,nets.py:fails --variant eager", "--variant measures one model"),
         ("--models nets.py:Small --variant eager -n 2", "--variant eager runs in one process; leave out -n"),
         ("--models nets.py:fails --variant eager", "fails failed: ValueError: no weights here"),
@@ -188,6 +191,13 @@ def test_tables():
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page
     assert "* geometric mean, CNN: 2 × 1 ÷ best = 0.50, memory ÷ eager = 0.75" in page
     assert "* b, ranks, eager, compile: ended" in page
+    legend = " * marks PyTorch's faster variant. ÷ best: step time divided by that of this variant in the same round"
+    assert legend in page
+    for variants, has_ratio in ((["ranks", "eager"], True), (["ranks"], False)):
+        rows = list(bench_suite(["a"], variants, measure, 2, SilentProgress(), Path("missing")))
+        page = module_markdown(make_report(rows, variants, 2, {}))
+        assert "marks PyTorch" not in page
+        assert ("÷ best: step time divided by PyTorch's in the same round" in page) == has_ratio
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(module_table(report))
     assert "b, ranks, eager, compile: ended" in console.export_text()
