@@ -143,8 +143,11 @@ def file(tmp_path):
         ("-n 1000 --networks mnist", "-n 1000: this machine has "),
         ("--networks nowhere.yaml", "nowhere.yaml: no such file"),
         ("--networks mnist,mnist.yaml", "two networks are named mnist"),
-        ("--networks mnist --json nowhere/made.json", "its folder does not exist"),
-        ("--networks mnist --plot .", "is a folder"),
+        (
+            "--networks mnist --json nowhere/made.json",
+            "made.json: its folder does not exist; create it, or choose another",
+        ),
+        ("--networks mnist --plot .", "is a folder; give a file"),
     ],
 )
 def test_errors(words, message, tmp_path, monkeypatch, capsys):

@@ -124,8 +124,10 @@ def check_timing_conditions(
             f" meaningless; give at most {cores}, or --force"
         )
     for file in filter(None, files):  # before hours of measurements
-        if file.is_dir() or not file.parent.is_dir():
-            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder does not exist'}; give a file")
+        if file.is_dir():
+            raise ConfigError(f"{file}: is a folder; give a file")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{file}: its folder does not exist; create it, or choose another")
 
 
 def measurable_torch_variants(variants: list[str], notes: list[str]) -> list[str]:
