@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
+from ..system.memory import format_bytes
 from ..terminal.console import counted
 from .axes import Cells
 from .base import MAX_CHUNK_BYTES, TileSource, convert_read_errors
@@ -141,9 +142,13 @@ class TIFFSource(TileSource):
         elif image == 0 and mask_file.is_file():
             self._mask_source = TIFFSource(mask_file, "", level, axes)
         if self._mask_source is not None:
+            if not is_upright:
+                raise DataError(
+                    f"{path}: masks of rotated or mirrored images are not supported; write the image with orientation"
+                    " 1, or without the mask"
+                )
             *extent, channels = self._mask_source.shape
-            is_matching = tuple(extent) == self.shape[:-1] and channels in (1, self.shape[-1])
-            if not (is_matching and is_upright):
+            if tuple(extent) != self.shape[:-1] or channels not in (1, self.shape[-1]):
                 raise DataError(
                     f"{path}: its mask, of {list(self._mask_source.shape)} cells, does not match its image of"
                     f" {list(self.shape)}; open level 0, or write the image without the mask"
@@ -211,8 +216,13 @@ class TIFFSource(TileSource):
             offset, size = page.dataoffsets[segment_index], page.databytecounts[segment_index]
             if not size:
                 continue  # the tile was never written
-            if size > min(file.size, MAX_CHUNK_BYTES):
+            if size > file.size:
                 raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file; restore it from a good copy")
+            if size > MAX_CHUNK_BYTES:
+                raise DataError(
+                    f"{self.path}: has a tile of {format_bytes(size)}, but at most {format_bytes(MAX_CHUNK_BYTES)} can"
+                    " be decoded at once; rewrite the file with tiles of about 1 MB"
+                )
             file.seek(offset)
             data = file.read(size)
             if len(data) != size:

@@ -93,6 +93,19 @@ def test_segments_of_wrong_shapes_and_types(tmp_path, codec):
     assert "has uint16 cells in an image of uint8" in read_outcome(tmp_path / "a.tif", CELLS)
 
 
+def test_size_limits(tmp_path, monkeypatch):
+    """Distinguish a tile that exceeds the file from one that exceeds the limit on bytes decoded at once."""
+    path, array = tmp_path / "a.tif", np.random.default_rng(0).integers(0, 255, (64, 64)).astype("u1")
+    tifffile.imwrite(path, array, tile=(32, 32), compression="zlib")
+    monkeypatch.setattr("neondist.formats.tiff.MAX_CHUNK_BYTES", 500)
+    assert "but at most 500 B can be decoded at once; rewrite the file with tiles of about" in read_outcome(path, array)
+    monkeypatch.undo()
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        sizes = file.pages[0].databytecounts
+        file.pages[0].tags[325].overwrite([60000, *sizes[1:]])
+    assert "a tile of 60000 bytes exceeds the file; restore it" in read_outcome(path, array)
+
+
 @pytest.mark.parametrize("planar", ["contig", "separate"])
 def test_truncated_jpeg(tmp_path, planar):
     path, noise = tmp_path / "a.tif", np.random.default_rng(0).integers(0, 255, (128, 128, 3)).astype("u1")

@@ -97,6 +97,10 @@ def test_page_masks_and_unsupported_masks(tmp_path):
     tifffile.imwrite(tmp_path / "c.tif.msk", VALID[:50], photometric="minisblack")
     with pytest.raises(nd.DataError, match=r"c\.tif: its mask, of \[50, 128, 1\] cells, does not match its image"):
         nd.open_source(tmp_path / "c.tif")
+    tifffile.imwrite(tmp_path / "d.tif", array[0], photometric="minisblack", extratags=[(274, "H", 1, 3, True)])
+    tifffile.imwrite(tmp_path / "d.tif.msk", VALID, photometric="minisblack")
+    with pytest.raises(nd.DataError, match=r"d\.tif: masks of rotated or mirrored images are not supported; write"):
+        nd.open_source(tmp_path / "d.tif")
 
 
 NUMBERS = [
