@@ -115,8 +115,11 @@ class TaskQueue:
     --------
     >>> queue = nd.TaskQueue("tasks.sqlite", records=1000, records_per_task=64)  # doctest: +SKIP
     >>> while (task := queue.get("worker 0")) is not None:  # doctest: +SKIP
-    ...     train(task.indices)
-    ...     queue.report(task.id)
+    ...     if task is nd.WAIT:  # other workers hold the remaining tasks, which may return to the queue
+    ...         time.sleep(1)
+    ...     else:
+    ...         train(task.indices)
+    ...         queue.report(task.id)
     """
 
     @type_checked

@@ -101,8 +101,13 @@ class EmbeddingTable:
         if ids.min() < 0 or ids.max() >= self.spec.rows:
             bad_id = ids[(ids < 0) | (ids >= self.spec.rows)][0]
             raise DataError(f"table '{self.spec.name}': id {bad_id} is invalid; ids must be 0 to {self.spec.rows - 1}")
-        if (ids % self._server_count != self._server_index).any():
-            raise MessageError(f"table '{self.spec.name}': an id belongs to another server")
+        misplaced_ids = ids[ids % self._server_count != self._server_index]
+        if misplaced_ids.size:
+            raise MessageError(
+                f"table '{self.spec.name}': id {misplaced_ids[0]} belongs to server"
+                f" {misplaced_ids[0] % self._server_count} of {self._server_count}, not to server {self._server_index};"
+                " start all workers with the same list of servers"
+            )
         start, stop = self.row_count, self.row_count + len(ids)
         if stop > len(self._values):
             self._grow(max(stop, 2 * len(self._values)))

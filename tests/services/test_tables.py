@@ -9,7 +9,7 @@ from parameter_servers import Servers
 import neondist as nd
 from neondist.arrays import rng
 from neondist.errors import ServiceError
-from neondist.services.message import Message, encode
+from neondist.services.message import Message, MessageError, encode
 from neondist.services.placement import EmbeddingTableSpec
 from neondist.services.state import SyncPolicy
 from neondist.services.table import EmbeddingTable, initial_rows, sum_duplicates
@@ -103,6 +103,13 @@ def test_lazy_updates_change_rows_with_gradients_alone():
     table.update(np.array([2]), np.ones((1, DIM)), 1, 1.0)
     np.testing.assert_array_equal(table.get_or_create_rows(np.array([1])), before)
     assert table.row_count == 2
+
+
+def test_ids_of_another_server_are_rejected():
+    updater = make_updater(describe_optimizer(nd.SGD(0.1)))
+    table = EmbeddingTable(EmbeddingTableSpec("t", ROWS, DIM, "float64"), updater, 1, 3)
+    with pytest.raises(MessageError, match="table 't': id 17 belongs to server 2 of 3, not to server 1; start all"):
+        table.get_or_create_rows(np.array([4, 17]))
 
 
 def test_gradients_of_repeated_ids_are_summed():
