@@ -73,7 +73,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
 
 
-REMEDY_FOR_ARGUMENTS = "set other arguments of its forward in a module that calls it"
+REMEDY_FOR_ARGUMENTS = "wrap it in a module whose forward passes the other arguments"
 
 
 def bind_inputs(module: nn.Module, tiles: Sequence[Any], named_tiles: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -164,7 +164,7 @@ class BackwardEntryCheck:
         self._pass: _BackwardPass = grid.cached_objects.setdefault(_BackwardPass, _BackwardPass())
 
     def alias_of_output(self, output: Any) -> Any:
-        """Return an alias of an output whose gradient excludes that of uses of the output within the module."""
+        """Return an alias of an output; its gradient excludes contributions from uses inside the module."""
         return output.view_as(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
     def check_gradient_of_output(self, output: torch.Tensor, is_scattered_target: Callable[..., Any]) -> None:

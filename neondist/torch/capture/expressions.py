@@ -35,24 +35,24 @@ class ValueNumberingMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._value_numbers: dict[tuple[Any, ...], int] = {}
-        self._dependences: dict[int, _Dependence] = {}  # by number
-        self._expression_numbers: dict[int, int] = {}  # by the tensor's id
-        self._written_numbers: dict[int, int] = {}  # by the storage written to
+        self._number_by_key: dict[tuple[Any, ...], int] = {}
+        self._dependence_by_number: dict[int, _Dependence] = {}
+        self._number_by_tensor_id: dict[int, int] = {}
+        self._write_by_storage: dict[int, int] = {}
         self._keep_alive: list[Any] = []  # keeps ids unique
 
     def begin_pass(self, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor], state_may_change: bool) -> None:
         """Begin a pass with these inputs, parameters and buffers."""
-        state_may_change = state_may_change or any(storage_id(tensor) in self._written_numbers for tensor in state)
+        state_may_change = state_may_change or any(storage_id(tensor) in self._write_by_storage for tensor in state)
         max_dependence = _Dependence.NOTHING if state_may_change else _Dependence.OWN_TENSORS
-        for numbering in (self._expression_numbers, self._written_numbers):
+        for numbering in (self._number_by_tensor_id, self._write_by_storage):
             for key, number in numbering.items():
-                if self._dependences[number] > max_dependence:
+                if self._dependence_by_number[number] > max_dependence:
                     numbering[key] = self._value_number(("before", number))
         for index, tensor in enumerate((*inputs, *state)):
-            self._written_numbers.pop(storage_id(tensor), None)
+            self._write_by_storage.pop(storage_id(tensor), None)
             dependence = _Dependence.INPUTS if index < len(inputs) else _Dependence.OWN_TENSORS
-            self._expression_numbers[id(tensor)] = self._value_number(("given", index), dependence)
+            self._number_by_tensor_id[id(tensor)] = self._value_number(("given", index), dependence)
         self._keep_alive += (*inputs, *state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,33 +60,34 @@ class ValueNumberingMode(TorchDispatchMode):
         operand_keys = [self._operand_key(leaf, shape_only) for leaf in pytree.tree_leaves((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        dependences = [self._dependences[number] for kind, number in operand_keys if kind == "tensor"]
+        dependences = [self._dependence_by_number[number] for kind, number in operand_keys if kind == "tensor"]
         dependence = _Dependence.INPUTS if is_random else max(dependences, default=_Dependence.NOTHING)
         number = self._value_number((str(func), *operand_keys), dependence)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_in(value):
-                    self._written_numbers[storage_id(tensor)] = number
+                    self._write_by_storage[storage_id(tensor)] = number
         for index, tensor in enumerate(tensors_in(result)):
-            self._expression_numbers[id(tensor)] = self._value_number(("output", index, number), dependence)
+            self._number_by_tensor_id[id(tensor)] = self._value_number(("output", index, number), dependence)
             self._keep_alive.append(tensor)
         return result
 
     def expression_number(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that yields a tensor's current values."""
-        number = self._expression_numbers.get(id(tensor))
-        write = self._written_numbers.get(storage_id(tensor))
+        number = self._number_by_tensor_id.get(id(tensor))
+        write = self._write_by_storage.get(storage_id(tensor))
         if number is None:
             self._keep_alive.append(tensor)
-            number = self._expression_numbers[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
+            number = self._number_by_tensor_id[id(tensor)] = self._value_number(("constant", _constant_key(tensor)))
         if write is None:
             return number
-        return self._value_number(("written", number, write), max(self._dependences[number], self._dependences[write]))
+        dependence = max(self._dependence_by_number[number], self._dependence_by_number[write])
+        return self._value_number(("written", number, write), dependence)
 
     def is_dependent(self, value: Any) -> bool:
         """Return whether a value depends on inputs, parameters, buffers or random numbers, or contains no tensor."""
         tensors = tensors_in(value)
-        return not tensors or any(self._dependences[self.expression_number(tensor)] for tensor in tensors)
+        return not tensors or any(self._dependence_by_number[self.expression_number(tensor)] for tensor in tensors)
 
     def _operand_key(self, leaf: Any, shape_only: bool) -> tuple[str, Any]:
         if not isinstance(leaf, torch.Tensor):
@@ -95,8 +96,8 @@ class ValueNumberingMode(TorchDispatchMode):
         return ("shape", (tuple(leaf.shape), leaf.dtype)) if shape_only else ("tensor", self.expression_number(leaf))
 
     def _value_number(self, key: tuple[Any, ...], dependence: _Dependence = _Dependence.NOTHING) -> int:
-        number = self._value_numbers.setdefault(key, len(self._value_numbers))
-        self._dependences.setdefault(number, dependence)
+        number = self._number_by_key.setdefault(key, len(self._number_by_key))
+        self._dependence_by_number.setdefault(number, dependence)
         return number
 
 

@@ -169,12 +169,16 @@ class SumParameterGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: MeshComm, parts: Sequence[DimPart | None], are_unaliased: Sequence[bool], *tensors: torch.Tensor
+        ctx: Any,
+        comm: MeshComm,
+        parts: Sequence[DimPart | None],
+        gradients_are_unaliased: Sequence[bool],
+        *tensors: torch.Tensor,
     ) -> Any:
-        """Return the parameters, or this rank's parts of them; `are_unaliased`: whether gradients may be modified."""
+        """Return the parameters, or this rank's parts of them; unaliased gradients may be modified in place."""
         ctx.comm = comm
         ctx.parts = parts
-        ctx.are_unaliased = are_unaliased
+        ctx.gradients_are_unaliased = gradients_are_unaliased
         ctx.shapes = [tensor.shape for tensor in tensors]
         save_recompute_trigger(ctx)
         ctx.set_materialize_grads(False)
@@ -232,7 +236,7 @@ def _group_into_buckets(indices: Sequence[int], sizes: Sequence[int]) -> list[li
 def _sum_bucket(ctx: Any, indices: Sequence[int], grads: Sequence[torch.Tensor], axes: frozenset[int]) -> torch.Tensor:
     """Return the sums of gradients over axes as a flat tensor."""
     first_gradient = grads[0]
-    if len(grads) == 1 and ctx.are_unaliased[indices[0]] and first_gradient.is_contiguous():
+    if len(grads) == 1 and ctx.gradients_are_unaliased[indices[0]] and first_gradient.is_contiguous():
         return ctx.comm.reduce(GRADIENTS, "backward", first_gradient.view(-1), axes, in_place=True)
     flat = torch._C._nn.flatten_dense_tensors(list(grads))
     return ctx.comm.reduce(GRADIENTS, "backward", flat, axes, in_place=len(grads) > 1)

@@ -31,7 +31,7 @@ from ..lowering.steps import shapes_if_empty
 
 AxisRanges = tuple[tuple[Range, ...], ...]
 """For each of several values, the range along each dimension."""
-_REFUSAL_REASON_BY_KIND = {
+_REFUSAL_REASON_BY_STEP_KIND = {
     "gather": "it needs the whole image",
     "ring": "it needs the whole image",
     "sum": "it sums over the whole image",
@@ -58,7 +58,7 @@ class BlockMesh(Mesh):
 
 
 class InputNorm(NamedTuple):
-    """Norm by statistics of its input; `mean` and `variance` have shape (N·groups,) or (C,), and `y` is the result."""
+    """Normalisation with statistics of its own input; `mean`, `variance`: (N·groups,) or (C,); `y`: the result."""
 
     x: Value
     mean: Value
@@ -165,7 +165,7 @@ class BlockLowering(Lowering):
         if axes_of(value.layout) - result_axes or any(
             a.axis is not None and r.out_partition.axis is None for _, r, a in dims
         ):
-            self.refuse(_REFUSAL_REASON_BY_KIND["gather"])
+            self.refuse(_REFUSAL_REASON_BY_STEP_KIND["gather"])
         dims = [(dim, reach, atom) for dim, reach, atom in dims if not reach.is_whole(atom)]
         if not dims:
             return value
@@ -177,7 +177,7 @@ class BlockLowering(Lowering):
         return result
 
     def dim_parts_of_tiles(self, layout: Layout) -> None:
-        """Return None: a block's part of a parameter is a view."""
+        """Return None, since a block reads its part of a parameter through a view."""
 
     def pointwise_layout(self, layouts: Sequence[Layout]) -> Layout:
         """Return a layout with new symbols, as ranges of results may be smaller than those of all arguments."""
@@ -193,7 +193,7 @@ class BlockLowering(Lowering):
     ) -> tuple[Value, Value, Value]:
         """Return x, normalised with statistics that are inputs of the block, and these statistics."""
         if not (self.can_add_input_norm and is_box(x.layout, self.mesh.axes)):
-            self.refuse(_REFUSAL_REASON_BY_KIND["norm"])
+            self.refuse(_REFUSAL_REASON_BY_STEP_KIND["norm"])
         shape = shape_of(groups)
         atom = self.single_atom(x, 0)
         kind = "constant" if x.kind == "constant" else "value"
@@ -224,7 +224,7 @@ class BlockLowering(Lowering):
 
     def _add_step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         if kind != "local":
-            self.refuse(_REFUSAL_REASON_BY_KIND[kind])
+            self.refuse(_REFUSAL_REASON_BY_STEP_KIND[kind])
         super()._add_step(kind, inputs, outputs, **fields)
 
 

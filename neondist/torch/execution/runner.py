@@ -170,9 +170,9 @@ class PlanRunner:
             trained_ids = [ids_by_name[name] for name in trained_names]
             part_steps = map(self._partitioned_parameters.get, trained_ids)
             parts: list[DimPart | None] = [None if step is None else step.kind_args for step in part_steps]
-            are_unaliased = [value in self.plan.unaliased_gradients for value in trained_ids]
+            gradients_are_unaliased = [value in self.plan.unaliased_gradients for value in trained_ids]
             tensors = functions.SumParameterGradients.apply(
-                self.comm, parts, are_unaliased, *(parameters[name] for name in trained_names)
+                self.comm, parts, gradients_are_unaliased, *(parameters[name] for name in trained_names)
             )
             tensors_by_id.update(zip(trained_ids, tensors, strict=True))
         return tensors_by_id

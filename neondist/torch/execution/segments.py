@@ -37,8 +37,8 @@ class SegmentBuilder(BlockLowering):
         Values of the segment by their number in the program: inputs, and results of operators.
     window_depth_by_value : dict of int to int
         Largest number of consecutive windows of the segment between its inputs and each result.
-    program_inputs : dict of int to Value
-        Inputs of the segment by their number in the program.
+    inputs_by_program_number : dict of int to Value
+        Inputs of the segment, including the random seed, if used (`SEED_INPUT_NUMBER`).
     norms : dict of int to InputNorm
         Input norms by the number of their operator; at most `max_norms`.
     refusal : UnsupportedOperator or None
@@ -54,7 +54,7 @@ class SegmentBuilder(BlockLowering):
         self.operator_numbers = list[int]()
         self.segment_values = dict[int, Value]()
         self.window_depth_by_value = dict[int, int]()
-        self.program_inputs = dict[int, Value]()
+        self.inputs_by_program_number = dict[int, Value]()
         self.norms = dict[int, InputNorm]()
         self.refusal: UnsupportedOperator | None = None
 
@@ -76,13 +76,15 @@ class SegmentBuilder(BlockLowering):
         in_segment : bool
             Whether the operator belongs to the segment; otherwise, the segment recomputes those results that it needs.
         """
-        state_before = dict(self.program_inputs), dict(self.segment_values), list(self.input_norms), self.seed
+        inputs_before, values_before = dict(self.inputs_by_program_number), dict(self.segment_values)
+        norms_before, seed_before = list(self.input_norms), self.seed
         try:
             result = self._lower_record(record)
-            norms = self.input_norms[len(state_before[2]) :]
+            norms = self.input_norms[len(norms_before) :]
             self.require_boxes(record, result, norms)
         except UnsupportedOperator as refusal:
-            self.program_inputs, self.segment_values, self.input_norms, self.seed = state_before
+            self.inputs_by_program_number, self.segment_values = inputs_before, values_before
+            self.input_norms, self.seed = norms_before, seed_before
             self.refusal = self.refusal or refusal
             return False
         self.segment_values.update(pair_ids_with_values(record.result, result))
@@ -96,13 +98,13 @@ class SegmentBuilder(BlockLowering):
     def add_input(self, program_value_id: int, value: Value, layout: Layout) -> Value:
         """Add an input of the segment for a value of the program, partitioned as in a layout, and return it."""
         layout = tuple((self.mesh.even_atom(atom.extent, atom.axis),) for (atom,) in layout)
-        self.program_inputs[program_value_id] = self.new_input(layout, value.dtype, value.kind)
-        return self.program_inputs[program_value_id]
+        self.inputs_by_program_number[program_value_id] = self.new_input(layout, value.dtype, value.kind)
+        return self.inputs_by_program_number[program_value_id]
 
     def inputs_of(self, subgraphs: Sequence[TracedSubgraph]) -> dict[int, Value]:
         """Return the inputs on which subgraphs of the segment depend, by their number in the program."""
         read_ids = {value.id for subgraph in subgraphs for value in subgraph.inputs}
-        return {number: value for number, value in self.program_inputs.items() if value.id in read_ids}
+        return {number: value for number, value in self.inputs_by_program_number.items() if value.id in read_ids}
 
     def require_boxes(self, record: OperatorRecord, result: Any, norms: Sequence[InputNorm]) -> None:
         """Reject an operator whose results cannot be computed from boxes of cells of its arguments."""
@@ -142,7 +144,7 @@ class SegmentBuilder(BlockLowering):
         is_first_draw = self.seed is None
         key = super().random_key()
         if is_first_draw:
-            self.program_inputs[SEED_INPUT_NUMBER] = key[0]
+            self.inputs_by_program_number[SEED_INPUT_NUMBER] = key[0]
         return key
 
 
@@ -330,7 +332,7 @@ class SegmentSearch:
         output_values = [segment_values[value] for value in box_ids]
         for norm in builder.norms.values():  # a norm's statistics may be read even if its results are not
             output_values += norm.x, norm.y
-        traced = TracedSubgraph(builder, [*builder.program_inputs.values()], output_values)
+        traced = TracedSubgraph(builder, [*builder.inputs_by_program_number.values()], output_values)
         records = {number: self.program.records[number] for number in builder.operator_numbers}
         inputs = builder.inputs_of([traced])
         strip_rows = self._rows_per_strip(builder, output_values)

@@ -105,7 +105,7 @@ class Trunk(OperatorSegment):
             excluded_operators.update(
                 at for at, record in records.items() if not non_box_ids.isdisjoint(value_ids_in(record.result))
             )
-        inputs = [*builder.program_inputs.values()]
+        inputs = [*builder.inputs_by_program_number.values()]
         norm_sweeps = list[TracedSubgraph]()
         for norm in builder.norms.values():
             norm_sweeps.append(TracedSubgraph(builder, inputs, [norm.x]))

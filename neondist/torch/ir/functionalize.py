@@ -33,7 +33,7 @@ def store_out_of_place_variants(graph: Any, buffers: Collection[str] = ()) -> bo
     """Store out-of-place variants of operators in `node.meta`; return whether they can replace all writes.
 
     They can if no other alias of written memory is read after the write, and buffers are the only inputs written.
-    Tensors written through a slice, an element or a diagonal may be read: the written part is inserted into a copy.
+    Tensors written through a slice, an element or a diagonal may be read afterwards: the part is inserted into a copy.
     Otherwise, PyTorch's functionalisation is needed, which traces the whole module again.
 
     Parameters

@@ -196,7 +196,7 @@ def loader(
         )
     if sampler is not None and shuffle:
         raise ConfigError(
-            "loader: sampler and shuffle are mutually exclusive; leave out shuffle and draw in the sampler"
+            "loader: sampler and shuffle are mutually exclusive; leave out shuffle, and shuffle in the sampler"
         )
     order_generator = torch.Generator()
     try:

@@ -190,13 +190,13 @@ def conv_transpose(
     return lowering.local(convolve, args, layout, lowering.fake_out.dtype, at=partial(local_crops, layout))
 
 
-_Crop = tuple[int, int, int, bool]
-"""Crop of a transposed result: dimension, first index, length, and whether any input contributes."""
+_ResultCrop = tuple[int, int, int, bool]
+"""Crop of the result of transposed windows: dimension, first index, length, and whether any input contributes."""
 
 
 class _LocalCrops(NamedTuple):
     shape: Shape
-    crops: Sequence[_Crop]
+    crops: Sequence[_ResultCrop]
 
 
 def _transposed_window_view(
@@ -228,7 +228,7 @@ def _transposed_window_view(
     return lowering.view(x, reaches, has_sliding_windows=True), remaining_padding, atoms, local_crops
 
 
-def _crop_results(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
+def _crop_results(y: torch.Tensor, crops: Sequence[_ResultCrop]) -> torch.Tensor:
     for dim, start, length, _ in crops:
         before, after = max(0, -start), max(0, start + length - y.shape[dim])
         if before or after:

@@ -146,11 +146,11 @@ def test_inputs_may_be_named():
     [
         (
             {"negate": True},
-            "in the order of example_shape, but not negate; set other arguments of its forward in a module",
+            "in the order of example_shape, but not negate; wrap it in a module whose forward passes the",
         ),
-        ({"scale": 2.0}, "in the order of example_shape, but not scale; set other arguments"),
+        ({"scale": 2.0}, "in the order of example_shape, but not scale; wrap it in a module"),
         ({"masks": None}, "Masked.forward: got an unexpected keyword argument 'masks'"),
-        ({"mask": None}, "example_shape gives 1 input, but the module got 2; pass a tile per input, and set other"),
+        ({"mask": None}, "example_shape gives 1 input, but the module got 2; pass a tile per input, and wrap it in a"),
     ],
 )
 def test_other_named_arguments(arguments, message):
