@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
 from .compressors import Compressor, Shape, SyncState, create_compressor
-from .rows import ROWS_COMPRESSOR, RowExchange, SparseTable
+from .rows import ROWS_COMPRESSOR, RowExchange, SparseParameterLayout
 from .sync import are_all_finite
 
 
@@ -33,7 +33,7 @@ class CompressedAllReduce:
     def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
         self.reductions, self.gradients = reductions, gradients
         self.compressors_with_start: list[tuple[int, Compressor]] = []
-        sparse_tables, start, num_ranks = [], 0, reductions.grid.size
+        sparse_layouts, start, num_ranks = [], 0, reductions.grid.size
         for specification, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
             if specification != ROWS_COMPRESSOR:
@@ -41,9 +41,9 @@ class CompressedAllReduce:
                 self.compressors_with_start.append((start, compressor))
             for shape in shapes.values():
                 if specification == ROWS_COMPRESSOR:
-                    sparse_tables.append(SparseTable(start, prod(shape[1:]), [(0, prod(shape))] * num_ranks))
+                    sparse_layouts.append(SparseParameterLayout(start, prod(shape[1:]), [(0, prod(shape))] * num_ranks))
                 start += prod(shape)
-        self.row_exchange = RowExchange(reductions, sparse_tables if num_ranks > 1 else [])
+        self.row_exchange = RowExchange(reductions, sparse_layouts if num_ranks > 1 else [])
 
     def sum_over_ranks(self) -> None:
         """Replace the gradients by their sums, and keep the residuals for the next step. Collective.

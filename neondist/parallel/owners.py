@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..arrays.namespace import namespace
 from ..comm import Reductions
 from ..strategies.shares import OwnerBoxes
-from .rows import RowExchange, SparseTable
+from .rows import RowExchange, SparseParameterLayout
 
 CHUNK_ELEMENTS = 1 << 20
 """Approximate number of elements of each owner in one message; packed copies take several times as much memory."""
@@ -65,12 +65,12 @@ class OwnedParts:
         self._row_exchange = RowExchange(
             reductions,
             [
-                SparseTable(start, row_length, flat_ranges)
+                SparseParameterLayout(start, row_length, flat_ranges)
                 for start, row_length, share in zip(parameter_ends, sparse_row_lengths, shares, strict=False)
                 if row_length and (flat_ranges := share.flat_ranges) is not None
             ],
         )
-        sparse = {table.start for table in self._row_exchange.tables}
+        sparse = {layout.start for layout in self._row_exchange.layouts}
         self._chunks = [
             _group_into_chunks([part for part in parts if part.parameter_start not in sparse]) for parts in self._parts
         ]

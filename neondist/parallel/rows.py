@@ -1,7 +1,7 @@
-"""Sparse parameters: some rows of a table are sent with their ids, instead of the whole table.
+"""Sparse parameters: some rows of a parameter are sent with their ids, instead of the whole parameter.
 
 A row of gradients is sent if it is not 0; a row of values, if it has changed or the old values are not given. Ranks
-hold ranges of the flat table, whose ends may lie within a row.
+hold ranges of the flat parameter, whose ends may lie within a row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ROWS_COMPRESSOR = "rows"
 """Compressor text of sparse gradients, which are sent as ids and rows."""
 FlatRange = tuple[int, int]
 RowMessage = list[tuple[np.ndarray, np.ndarray]]
-"""For each table, the ids of rows and their values."""
+"""For each sparse parameter, the ids of rows and their values."""
 
 
-class SparseTable(NamedTuple):
-    """A sparse parameter in a flat array.
+class SparseParameterLayout(NamedTuple):
+    """Position of a sparse parameter in a flat array, and its division among ranks.
 
     Attributes
     ----------
@@ -56,57 +56,57 @@ class SparseTable(NamedTuple):
 
 
 class RowExchange:
-    """Exchange of non-zero gradient rows and changed value rows of sparse tables between ranks."""
+    """Exchange of non-zero gradient rows and changed value rows of sparse parameters between ranks."""
 
-    def __init__(self, reductions: Reductions, tables: Sequence[SparseTable]) -> None:
-        self.reductions, self.tables = reductions, list(tables)
+    def __init__(self, reductions: Reductions, layouts: Sequence[SparseParameterLayout]) -> None:
+        self.reductions, self.layouts = reductions, list(layouts)
         self.rank, self.num_ranks = reductions.grid.rank, reductions.grid.size
 
     def reduce_rows(self, gradients: Any) -> None:
         """Replace this rank's ranges of the gradients by their sums over all ranks, in rank order. Collective."""
         rows_by_range: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
-        def rows_for_rank(table_index: int, table: SparseTable, rank: int) -> tuple[np.ndarray, np.ndarray]:
-            key = table_index, table.ranges_by_rank[rank]  # ranks may have the same range
+        def rows_for_rank(index: int, layout: SparseParameterLayout, rank: int) -> tuple[np.ndarray, np.ndarray]:
+            key = index, layout.ranges_by_rank[rank]  # ranks may have the same range
             if key not in rows_by_range:
-                rows_by_range[key] = table.nonzero_or_changed_rows(to_host(table.rank_view(gradients, rank)), rank)
+                rows_by_range[key] = layout.nonzero_or_changed_rows(to_host(layout.rank_view(gradients, rank)), rank)
             return rows_by_range[key]
 
-        tables = list(enumerate(self.tables))
-        sends = [[rows_for_rank(at, table, rank) for at, table in tables] for rank in range(self.num_ranks)]
-        summed_parts = [to_host(table.rank_view(gradients, self.rank)) for table in self.tables]
-        for table, total, (ids, _) in zip(self.tables, summed_parts, sends[self.rank], strict=True):
-            total[table.element_indices(ids, self.rank)] = 0
+        layouts = list(enumerate(self.layouts))
+        sends = [[rows_for_rank(at, layout, rank) for at, layout in layouts] for rank in range(self.num_ranks)]
+        summed_parts = [to_host(layout.rank_view(gradients, self.rank)) for layout in self.layouts]
+        for layout, total, (ids, _) in zip(self.layouts, summed_parts, sends[self.rank], strict=True):
+            total[layout.element_indices(ids, self.rank)] = 0
         for message in self._exchange_messages(sends, gradients):
-            for table, total, (ids, row_values) in zip(self.tables, summed_parts, message, strict=True):
-                total[table.element_indices(ids, self.rank)] += row_values
-        for table, total in zip(self.tables, summed_parts, strict=True):
-            rank_part = table.rank_view(gradients, self.rank)
+            for layout, total, (ids, row_values) in zip(self.layouts, summed_parts, message, strict=True):
+                total[layout.element_indices(ids, self.rank)] += row_values
+        for layout, total in zip(self.layouts, summed_parts, strict=True):
+            rank_part = layout.rank_view(gradients, self.rank)
             if not isinstance(rank_part, np.ndarray):  # on a device
                 rank_part[...] = namespace(rank_part).asarray(total)
 
     def copy_own_ranges(self, values: Any) -> list[np.ndarray]:
         """Return copies of this rank's ranges."""
-        return [np.array(to_host(table.rank_view(values, self.rank))) for table in self.tables]
+        return [np.array(to_host(layout.rank_view(values, self.rank))) for layout in self.layouts]
 
     def broadcast_rows(self, values: Any, previous_own_ranges: Sequence[np.ndarray] | None) -> None:
         """Send the rows that differ from `previous_own_ranges` (None: all), and receive those of others. Collective."""
         if previous_own_ranges is None:
-            previous_own_ranges = [np.full(1, np.nan)] * len(self.tables)  # nothing equals NaN
+            previous_own_ranges = [np.full(1, np.nan)] * len(self.layouts)  # nothing equals NaN
         own_rows = [
-            table.nonzero_or_changed_rows(to_host(table.rank_view(values, self.rank)), self.rank, old)
-            for table, old in zip(self.tables, previous_own_ranges, strict=True)
+            layout.nonzero_or_changed_rows(to_host(layout.rank_view(values, self.rank)), self.rank, old)
+            for layout, old in zip(self.layouts, previous_own_ranges, strict=True)
         ]
         for rank, message in enumerate(self._exchange_messages([own_rows] * self.num_ranks, values)):
-            for table, (ids, row_values) in zip(self.tables, message, strict=True):
+            for layout, (ids, row_values) in zip(self.layouts, message, strict=True):
                 if rank != self.rank and ids.size:
-                    part = table.rank_view(values, rank)
-                    indices = namespace(part).asarray(table.element_indices(ids, rank))
+                    part = layout.rank_view(values, rank)
+                    indices = namespace(part).asarray(layout.element_indices(ids, rank))
                     part[indices] = namespace(part).asarray(row_values)
 
     def _exchange_messages(self, sends: Sequence[RowMessage], flat: Any) -> Iterator[RowMessage]:
         """Yield the message of each rank to this rank, in rank order, given this rank's message to each rank."""
-        if not self.tables:
+        if not self.layouts:
             return
         dtype = np.dtype(flat.dtype)
         counts = [np.array([(ids.size, row_values.size) for ids, row_values in send]) for send in sends]
@@ -115,12 +115,12 @@ class RowExchange:
         message_bytes = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
         messages = self.reductions.all_to_all("world", packed_messages, [(length,) for length in message_bytes])
         for count, message in zip(counts_received, messages, strict=True):
-            rows_by_table, start = [], 0
+            rows_by_parameter, start = [], 0
             for num_rows, num_elements in count.tolist():
                 ids_end, stop = start + 8 * num_rows, start + 8 * num_rows + dtype.itemsize * num_elements
-                rows_by_table.append((message[start:ids_end].view(np.int64), message[ids_end:stop].view(dtype)))
+                rows_by_parameter.append((message[start:ids_end].view(np.int64), message[ids_end:stop].view(dtype)))
                 start = stop
-            yield rows_by_table
+            yield rows_by_parameter
 
 
 def row_message_bytes(num_rows: int, row_length: int, itemsize: int) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.comm import Reductions
-from neondist.parallel.rows import RowExchange, SparseTable
+from neondist.parallel.rows import RowExchange, SparseParameterLayout
 
 ROWS, WIDTH = 40, 3
 OPTIMIZERS = {
@@ -177,16 +177,16 @@ def test_ranges_may_split_rows(ranks, width, rows, random):
     def body(world):
         exchange = RowExchange(
             Reductions(nd.ProcessGrid(world, replicas=ranks)),
-            [SparseTable(start, width, ranges) for start in (0, size)],
+            [SparseParameterLayout(start, width, ranges) for start in (0, size)],
         )
         gradients, values = rank_gradients[world.rank].reshape(-1).copy(), np.ones(2 * size)
         exchange.reduce_rows(gradients)
         before = exchange.copy_own_ranges(values)
-        for table in exchange.tables:
-            part, change = table.rank_view(values, world.rank), table.rank_view(changes.reshape(-1), world.rank)
+        for layout in exchange.layouts:
+            part, change = layout.rank_view(values, world.rank), layout.rank_view(changes.reshape(-1), world.rank)
             part += change
         exchange.broadcast_rows(values, before)
-        return [table.rank_view(gradients, world.rank) for table in exchange.tables], values
+        return [layout.rank_view(gradients, world.rank) for layout in exchange.layouts], values
 
     parts, values = zip(*nd.loopback.run(ranks, body), strict=True)
     sums = np.stack([np.concatenate([part[index] for part in parts]) for index in (0, 1)])
