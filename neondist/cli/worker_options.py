@@ -83,7 +83,8 @@ def _create_server_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | No
             raise ConfigError(f"{name} applies to synchronous updates; leave it out, or leave out --use-async")
     if modulate and not arguments.use_async:
         raise ConfigError(
-            "--lr-staleness-modulation applies to asynchronous updates; give --use-async, or leave it out"
+            "--lr-staleness-modulation applies to asynchronous updates; add --use-async, or leave out"
+            " --lr-staleness-modulation"
         )
     if grads_to_wait > workers:
         raise ConfigError(

@@ -106,8 +106,9 @@ class Split:
         tiles = np.asarray(self.tiles[sample_numbers])
         if tiles.ndim < 2 or len(tiles) != len(sample_numbers):
             raise DataError(
-                f"split: tiles[{sample_numbers}] has shape {tiles.shape}; index tiles by an array of"
-                f" {counted(len(sample_numbers), 'sample number')}, and return this rank's tile of each, (n, *tile, C)"
+                f"split: tiles[{sample_numbers}] has shape {tiles.shape}; tiles must accept an array of"
+                f" {counted(len(sample_numbers), 'sample number')} as an index, and return this rank's tile of each,"
+                " (n, *tile, C)"
             )
         return tiles
 

@@ -48,8 +48,8 @@ class MonthStep:
         if self.months < 1 or self.period not in (1, self.months) or self.place not in _PLACE_RULES:
             places = ", ".join(sorted(_PLACE_RULES))
             raise ValueError(
-                f"{self.months} months, period {self.period}, place '{self.place}': months must be at least 1, the"
-                f" period 1 or equal to months, and the place one of {places}"
+                f"{self.months} months, period {self.period}, place '{self.place}': months must be at least 1,"
+                f" period must be 1 or equal to months, and place must be one of {places}"
             )
         min_days, max_days = 28 * self.period, 31 * self.period
         for month, days, seconds in self.stamps:

@@ -164,7 +164,7 @@ def test_bad_records(project, capsys):
         (["--use-async"], "--use-async applies to ParameterServerStrategy"),
         (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
         (["--grads-to-wait", "2"], "--grads-to-wait applies to ParameterServerStrategy"),
-        ([*SERVER_OPTIONS, "--lr-staleness-modulation"], "give --use-async"),
+        ([*SERVER_OPTIONS, "--lr-staleness-modulation"], "add --use-async, or leave out --lr-staleness-modulation"),
         ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
         ([*SERVER_OPTIONS, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),

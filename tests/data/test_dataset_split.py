@@ -126,5 +126,7 @@ class SingleTiles(ComputedTiles):
 
 
 def test_tiles_computed_one_by_one_are_rejected():
-    with pytest.raises(DataError, match=r"tiles\[\[0\]\] has shape \(3, 4, 1\); index tiles by an array of 1 sample"):
+    with pytest.raises(
+        DataError, match=r"tiles\[\[0\]\] has shape \(3, 4, 1\); tiles must accept an array of 1 sample"
+    ):
         Split(SingleTiles(np.ones((2, 3, 4, 1))), [0, 1])

@@ -65,7 +65,7 @@ def test_invalid_content(tmp_path, name, raw, message):
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
-    assert "replace it with a good copy" in str(caught.value)
+    assert "replace the file with a good copy" in str(caught.value)
 
 
 def test_file_size_must_match_the_header(tmp_path):

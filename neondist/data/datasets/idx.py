@@ -24,7 +24,7 @@ from ...errors import DataError
 from ...io.regular_file import open_regular
 
 READ_PIECE_BYTES = 1 << 20
-REMEDY = "replace it with a good copy, for instance with: neondist data mnist --to DIR"
+REMEDY = "replace the file with a good copy, such as one written by: neondist data mnist --to DIR"
 
 
 class MaybeGzipStream:
@@ -74,7 +74,7 @@ def _convert_errors(path: Path) -> Iterator[None]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({error}); {REMEDY}") from error
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; {REMEDY}") from error
+        raise DataError(f"{path}: no such file; create it, for instance with: neondist data mnist --to DIR") from error
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{path}: cannot be read ({reason}); check that it is a file, and its permissions") from error

@@ -170,8 +170,8 @@ def _check_headers(images: Path, labels: Path, image_header: IdxHeader, label_he
         raise DataError(f"{images}: has images of {size} pixels instead of 28 x 28; {REMEDY}")
     if image_header.count != label_header.count:
         raise DataError(
-            f"{images} has {image_header.count} images but {labels} has {label_header.count} labels; take both from the"
-            f" same set, or {REMEDY}"
+            f"{images} has {image_header.count} images but {labels} has {label_header.count} labels; take both files"
+            " from the same set, such as that written by: neondist data mnist --to DIR"
         )
 
 
