@@ -14,7 +14,7 @@ from ..arrays.namespace import namespace
 from ..geometry import Box, HaloPlan, Lattice, fold_index
 
 Index = Callable[[Box | Lattice], tuple[slice, ...]]
-"""Returns the index of cells of the image in an array of the buffer."""
+"""Returns the index of cells of the image into an array with the buffer's shape."""
 
 
 def fill_padding(buffer: Any, plan: HaloPlan) -> None:

@@ -150,8 +150,8 @@ class _GradientLifetimes:
             )
         return self._accumulated[value]
 
-    def stays_in_place(self, value: int, step: int) -> bool:
-        """Return whether a value's gradient stays where a later step has written it."""
+    def gradient_stays_in_place(self, value: int, step: int) -> bool:
+        """Return whether a value's gradient stays in the memory to which a later step has written it."""
         readers = self._graph.readers[value]
         return len(readers) == 1 or (max(readers) == step and self.accumulates_in_first(value))
 
@@ -163,7 +163,7 @@ class _GradientLifetimes:
             if step.join is not None and (
                 value == step.output_value or at in self._graph.deferred_relu_gradients or self.is_exclusive(value)
             ):
-                times += [self.last_read(v) for v in step.inputs if self.stays_in_place(v, at)]
+                times += [self.last_read(v) for v in step.inputs if self.gradient_stays_in_place(v, at)]
             self._last_reads[value] = max(times)
         return self._last_reads[value]
 
@@ -284,7 +284,8 @@ class MemoryPlanner:
         """Add the gradient of a step's view, in the memory of the view if the step may overwrite it."""
         (value,) = self.graph.steps[index].inputs
         first_time = self._end - index
-        last_time = self._gradients.last_read(value) if self._gradients.stays_in_place(value, index) else first_time
+        stays_in_place = self._gradients.gradient_stays_in_place(value, index)
+        last_time = self._gradients.last_read(value) if stays_in_place else first_time
         view = plan.rebuilt_view_ranges.get(index, plan.view_ranges.get(index, plan.value_ranges.get(value)))
         if view is not None and self.gradient_can_overwrite_view[index] and plan.ranges[view].last_time == first_time:
             plan.gradient_ranges[index], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last_time)

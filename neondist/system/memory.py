@@ -129,16 +129,16 @@ def free_bytes_per_rank(ranks: int) -> int | None:
 
 
 def min_free_bytes_per_rank(
-    world: Any, get_free_bytes: Callable[[int], int | None] = free_bytes_per_rank
+    world: Any, get_free_bytes_per_rank: Callable[[int], int | None] = free_bytes_per_rank
 ) -> int | None:
     """Return the minimum of the available bytes per rank over all machines; None if unknown. Collective.
 
     Parameters
     ----------
-    get_free_bytes : callable
+    get_free_bytes_per_rank : callable
         Returns the available bytes per rank, given the number of ranks on this machine.
     """
-    free_by_rank = world.allgather(get_free_bytes(count_local_ranks(world.size)))
+    free_by_rank = world.allgather(get_free_bytes_per_rank(count_local_ranks(world.size)))
     return None if None in free_by_rank else min(free_by_rank)
 
 

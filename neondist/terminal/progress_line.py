@@ -82,7 +82,7 @@ class ProgressLine:
         part_sizes : sequence of int
             Sizes of the parts; the duration of a part is assumed to be proportional to its size.
         concurrent_parts : int
-            Number of consecutive parts that run at the same time.
+            Number of parts that run at the same time.
         """
         with self._lock:
             self.done_parts, self.resumed_parts = resumed_parts, resumed_parts

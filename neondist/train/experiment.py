@@ -268,8 +268,8 @@ class FitExperiment(Registered):
         arguments = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
         grid.check("run", arguments | {"snapshot": snapshot})
         with open_hooks(hooks):
-            get_free_bytes = get_backend(self.model.backend).kernels.available_memory
-            available_bytes = min_free_bytes_per_rank(grid.world, get_free_bytes)
+            get_free_bytes_per_rank = get_backend(self.model.backend).kernels.available_memory
+            available_bytes = min_free_bytes_per_rank(grid.world, get_free_bytes_per_rank)
             with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
                 plan = validate_experiment(self, grid.size, grid.shape, available_bytes)
                 settings = format_settings_to_compare(self, plan, resume)

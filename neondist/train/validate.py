@@ -70,14 +70,14 @@ def validate_experiment(
     with set_error_subject(dataset):
         dataset.check()
     with set_model_as_error_subject(experiment):
-        get_free_bytes = memory_per_rank(model.backend)
-        model.available_bytes_per_rank = get_free_bytes(1) if available_bytes is None else available_bytes
+        get_free_bytes_per_rank = memory_per_rank(model.backend)
+        model.available_bytes_per_rank = get_free_bytes_per_rank(1) if available_bytes is None else available_bytes
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.fit_plan_to_memory(plan)
         if model.precision.has_16_bit_operands:
             model.array_backend()
         if not plan.is_streamed:
-            _check_memory_for_layers(plan, get_free_bytes)
+            _check_memory_for_layers(plan, get_free_bytes_per_rank)
     with set_error_subject(dataset):
         if not plan.is_streamed:
             _check_memory_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
@@ -139,11 +139,11 @@ def _check_memory_for_batches(dataset: Dataset, shape: GridShape, batch_size: in
     require_memory(needed, f"a rank's tile of {counted(num_samples, 'sample')}", "use more ranks, or smaller batches")
 
 
-def _check_memory_for_layers(plan: Plan, get_free_bytes: Callable[[int], int | None]) -> None:
+def _check_memory_for_layers(plan: Plan, get_free_bytes_per_rank: Callable[[int], int | None]) -> None:
     """Raise DataError if a layer's view or parameters do not fit in the memory of this machine."""
     remedy = "use more ranks, smaller batches, or fewer outputs"
     for name, needed_bytes in plan.memory_by_layer():
-        require_memory(needed_bytes, f"layer '{name}'", remedy, partial(get_free_bytes, 1))
+        require_memory(needed_bytes, f"layer '{name}'", remedy, partial(get_free_bytes_per_rank, 1))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class SchemeState:
 
     Attributes
     ----------
-    json_text : the key and, by layer and rank, the entries; empty if there is no state
+    json_text : the compatibility key and, by layer and rank, the entries; empty if there is no state
     pieces : one flat array per layer, concatenated over ranks
     """
 
@@ -45,14 +45,15 @@ class SchemeState:
     pieces: list[ArrayPart]
 
 
-def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, world: Transport) -> SchemeState:
+def collect_scheme_state(exchanged_arrays: ExchangedArrays, compatibility_key: str, world: Transport) -> SchemeState:
     """Return the state of the schemes of layers. Collective.
 
     Parameters
     ----------
     exchanged_arrays : mapping of str to sequence of GlobalArray
         The arrays of each layer of a built model.
-    state_key : key that a run must match to restore the state
+    compatibility_key : str
+        Text that must be the same in a run that restores the state.
     """
     own_entries: dict[str, list[SchemeStateEntry]] = {}
     own_values: dict[str, Any] = {}
@@ -71,15 +72,15 @@ def collect_scheme_state(exchanged_arrays: ExchangedArrays, state_key: str, worl
     if not entries_by_layer:
         return SchemeState("", [])
     pieces = [_create_scheme_state_part(name, ranks, own_values[name]) for name, ranks in entries_by_layer.items()]
-    return SchemeState(json.dumps({"of": state_key, "layers": entries_by_layer}), pieces)
+    return SchemeState(json.dumps({"of": compatibility_key, "layers": entries_by_layer}), pieces)
 
 
 def restore_scheme_state(
-    file: CheckpointReader, exchanged_arrays: ExchangedArrays, state_key: str, world: Transport
+    file: CheckpointReader, exchanged_arrays: ExchangedArrays, compatibility_key: str, world: Transport
 ) -> str:
     """Restore the state of border schemes from a checkpoint. Collective.
 
-    Return a message for the user: '', or that the state is discarded because the file's `state_key` differs.
+    Return a message for the user: '', or that the state is discarded because the file's `compatibility_key` differs.
 
     Raises
     ------
@@ -93,10 +94,10 @@ def restore_scheme_state(
         saved_state = parse_json(json_text, dict)
         saved_key = require_json_type("'of'", saved_state["of"], str)
         entries_by_layer = require_json_type("'layers'", saved_state["layers"], dict)
-        if saved_key != state_key:
+        if saved_key != compatibility_key:
             return (
                 "border schemes start without the cells of earlier steps, since the checkpoint was written with"
-                f" {saved_key}, but this run has {state_key}"
+                f" {saved_key}, but this run has {compatibility_key}"
             )
         pieces = []
         for name, ranks in entries_by_layer.items():

@@ -279,7 +279,7 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         model, world = run.model.whole_model, run.grid.world
-        scheme_state = collect_scheme_state(model.exchanged_arrays, _scheme_state_key(run), world)
+        scheme_state = collect_scheme_state(model.exchanged_arrays, _scheme_compatibility_key(run), world)
         if scheme_state.json_text:
             texts[SCHEME_STATE_TEXT_NAME] = scheme_state.json_text
         return [*_checkpoint_array_parts(run), *scheme_state.pieces, *sync_state_parts(model.sync_states, world)], texts
@@ -320,7 +320,7 @@ def restore_checkpoint(path: Path, run: TrainState, reading_rank: int = 0, remed
         file.fill_parts(parts)
         messages = (
             _describe_conversion(file.contents, parts),
-            restore_scheme_state(file, model.exchanged_arrays, _scheme_state_key(run), world),
+            restore_scheme_state(file, model.exchanged_arrays, _scheme_compatibility_key(run), world),
             restore_sync_state(file, model.sync_states, world),
         )
         run.start_messages += filter(None, messages)
@@ -358,7 +358,7 @@ def _checkpoint_array_parts(run: TrainState) -> list[ArrayPart]:
     return [ArrayPart.of(*pair, group) for group, arrays in run.model.checkpoint_arrays().items() for pair in arrays]
 
 
-def _scheme_state_key(run: TrainState) -> str:
+def _scheme_compatibility_key(run: TrainState) -> str:
     """Return a text that must be equal in both runs for border schemes to resume from their stored arrays."""
     schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole_model.schemes.items()}
     distinct = sorted(set(schemes.values()))
