@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,8 +40,8 @@ class TimedModuleStep:
         Default: from the module's first convolution.
     world : Transport
         One rank, except for 'ranks'.
-    compiled : bool
-        For 'ranks': apply torch.compile to the computation between messages.
+    compiled : bool or 'auto'
+        For 'ranks': the option `compile` of `distribute`.
 
     Raises
     ------
@@ -55,7 +55,7 @@ class TimedModuleStep:
         factory: Callable[[], Any],
         shape: Sequence[int] | None,
         world: Transport,
-        compiled: bool = False,
+        compiled: bool | Literal["auto"] = False,
     ) -> None:
         self.grid = ProcessGrid(world)
         with all_or_none(world):
@@ -131,7 +131,7 @@ def measure_module(
     shape: Sequence[int] | None,
     world: Transport,
     steps: int,
-    compiled: bool = False,
+    compiled: bool | Literal["auto"] = False,
     profile: bool = False,
     progress: ProgressLine | None = None,
 ) -> dict[str, Any]:

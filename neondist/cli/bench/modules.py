@@ -58,7 +58,12 @@ def add_parser(benches: Any) -> None:
         help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
     cmd.add_argument(
-        "--compile", action="store_true", help="compile the computation on the ranks: ndt.distribute(..., compile=True)"
+        "--compile",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["auto"],
+        help="compile the computation on the ranks: ndt.distribute(..., compile=True), or compile='auto'",
     )
     options.add_round_options(cmd, "all variants are", steps=3)
     for kind in "json", "markdown":
@@ -217,6 +222,7 @@ class _VariantMeasurement:
         if variant == "ranks":
             words += ["-n", str(arguments.ranks), *(["--force"] if arguments.force else [])]
             words += ["--compile"] if arguments.compile else []
+            words += ["auto"] if arguments.compile == "auto" else []
             thread_count = max(1, self.cores // arguments.ranks)
         env = os.environ | WARM_ALLOCATOR_ENV | dict.fromkeys(threads.THREAD_COUNT_VARIABLES, str(thread_count))
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}

@@ -29,7 +29,7 @@ def distribute(
     transport: str = "mpi",
     *,
     recompute: bool = False,
-    compile: bool | Callable[..., Any] = False,
+    compile: bool | Literal["auto"] | Callable[..., Any] = False,
     scheme: Schemes = "halo",
     memory: int | str | None = None,
     strips: Strips = None,
@@ -62,9 +62,11 @@ def distribute(
         Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
         segments in the backward pass, including their messages. This saves memory at the cost of one more forward pass
         (Chen et al. 2016, "Training deep nets with sublinear memory cost").
-    compile : bool or callable
-        Compile the computation between messages with torch.compile, or with this function. On one rank, the module
-        itself usually runs: compile the module instead.
+    compile : bool, 'auto', or callable
+        Compile the computation between messages with torch.compile, or with this function. With 'auto', the slowest
+        part of it is compiled and timed now, and the rest is compiled if that is expected to save time within 1,000
+        training steps; `is_compiled` is the decision. On one rank, the module itself usually runs: compile the module
+        instead.
     scheme : ExchangePolicy or str, or a dict of module path to scheme
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
         'deep_halo(layers=3)', three consecutive windows share an exchange and recompute cells of other tiles; with
@@ -109,18 +111,18 @@ def distribute(
         raise ConfigError(f"dtype: expected a torch.dtype, or one per input ({len(shapes)}), got {dtype!r}")
     if not (grid is None or isinstance(grid, ProcessGrid)):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
-    if not (compile is None or isinstance(compile, bool) or callable(compile)):
+    if not (compile in (None, "auto") or isinstance(compile, bool) or callable(compile)):
         raise ConfigError(
-            f"compile: {compile!r}; expected True for torch.compile, or a function that compiles a function, such as"
-            " functools.partial(torch.compile, mode='reduce-overhead')"
+            f"compile: {compile!r}; expected True for torch.compile, 'auto', or a function that compiles a function,"
+            " such as functools.partial(torch.compile, mode='reduce-overhead')"
         )
-    compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
+    compiler = compile if callable(compile) else partial(torch.compile, dynamic=False) if compile else None
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
     local_ranks = count_local_ranks(grid.size)
     memory_per_rank = None if memory is None else model_bytes_per_rank(parse_bytes("memory", memory), local_ranks)
     return DistributedModule(
-        module, shapes, dtypes, grid, compiler, spatial,
+        module, shapes, dtypes, grid, compiler, spatial, compile == "auto",
         gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=memory_per_rank,
     )  # fmt: skip
 

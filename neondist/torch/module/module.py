@@ -84,6 +84,7 @@ class DistributedModule(nn.Module):
         grid: ProcessGrid,
         compiler: Callable[..., Any] | None = None,
         spatial: int | None = None,
+        compile_if_faster: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -103,7 +104,8 @@ class DistributedModule(nn.Module):
             check_module(module)
             self.execution = ExecutionOptions.from_arguments(module, **options)
             self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
-            arguments = module, self.comm, self.execution, shapes, dtypes, compiler, self._deferred_gradients
+            initial_compiler = None if compile_if_faster else compiler
+            arguments = module, self.comm, self.execution, shapes, dtypes, initial_compiler, self._deferred_gradients
             self.programs = ProgramCache(*arguments)
             self._criteria = CriterionCache(self.comm)
             self.tiling = self.programs.tiling
@@ -112,7 +114,11 @@ class DistributedModule(nn.Module):
             _call_function, reason="it exchanges messages; pass compile=True to ndt.distribute instead"
         )
         self.comm.connect_devices(device_of(module))
-        self._require_same_on_all_ranks({"the module's steps": digest, "example_shape": self.programs.shapes})
+        self._require_same_on_all_ranks(
+            {"the module's steps": digest, "example_shape": self.programs.shapes, "compile='auto'": compile_if_faster}
+        )
+        if compile_if_faster and compiler is not None:
+            self.programs.compile_if_faster(compiler)
 
     @_uncompiled
     def forward(self, *tiles: torch.Tensor, **named_tiles: torch.Tensor) -> Any:
@@ -237,6 +243,11 @@ class DistributedModule(nn.Module):
     def plan(self) -> TorchPlan:
         """The compiled plan for the module's current state and input shapes."""
         return self.programs.current.runner.plan
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the computation between messages is compiled."""
+        return self.programs.compiler is not None
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:

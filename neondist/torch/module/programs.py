@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.capture import capture_module
+from ..capture.capture import capture_module, device_of
 from ..capture.consistency import program_digest
 from ..capture.tracing import leave_inference_mode, suspend_hooks_and_modes
 from ..capture.watch import StateWatch
 from ..exchange.mesh_comm import MeshComm
+from ..execution.compiler_choice import compilation_pays_off
 from ..execution.options import ExecutionOptions
 from ..execution.runner import PlanRunner
 from ..execution.tiling import Tiling
@@ -144,6 +145,15 @@ class ProgramCache:
             if self.watch.key() != state_key:
                 self._programs[self.shapes, (), self.watch.exclude_changed_values(state_key)] = program
             program.changes_module = self.watch.key() != state_key
+
+    def compile_if_faster(self, compiler: Callable[..., Any]) -> None:
+        """Compile programs from now on if this is measured to pay off for the current one. Collective."""
+        program, grid = self.current, self.comm.grid
+        if program.runs_module and grid.size == 1:  # the program's runner is not used
+            return
+        if compilation_pays_off(program.runner.plan, compiler, grid.world, device_of(self.module)):
+            self.compiler = compiler
+            self.clear()
 
     def clear(self) -> None:
         """Remove all programs."""

@@ -1,5 +1,6 @@
 """Compilation of a rank's computation between messages."""
 
+import time
 from functools import partial
 
 import pytest
@@ -8,6 +9,9 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 from torch_runs import check_module  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
 
 
 class Net(nn.Module):
@@ -76,3 +80,50 @@ def test_compiled_segments_may_exceed_the_recompile_limit():
         nn.Sequential(*layers), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend=record)
     )
     assert len(graphs) >= 2 * (torch._dynamo.config.recompile_limit + 2)
+
+
+def _compile_to_results(run):
+    """Return a function that computes its results once, and then returns them with a trivial gradient."""
+    results = []
+
+    def run_compiled(*tensors):
+        if not results:
+            results.extend(y.detach() for y in run(*tensors))
+        zero = sum(tensor.sum() * 0 for tensor in tensors if tensor.requires_grad and tensor.numel() < 99)
+        return [y + zero if y.is_floating_point() else y for y in results]
+
+    return run_compiled
+
+
+def _compile_slowly(run):
+    def run_compiled(*tensors):
+        time.sleep(0.1)
+        return run(*tensors)
+
+    return run_compiled
+
+
+def _fail_to_compile(run):
+    def run_compiled(*tensors):
+        raise RuntimeError("no C++ compiler")
+
+    return run_compiled
+
+
+@pytest.mark.parametrize(
+    ("compiler", "expected"), [(_compile_to_results, True), (_compile_slowly, False), (_fail_to_compile, False)]
+)
+def test_compilation_is_chosen_if_it_saves_time(compiler, expected):
+    def body(world):
+        with nd.ProcessGrid(world, rows=2, cols=1) as grid:
+            model = ndt.distribute(Net(), (4, 2, 256, 256), grid)
+            model.programs.compile_if_faster(compiler)
+            return model.is_compiled
+
+    assert nd.loopback.run(2, body) == [expected] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"memory": "least"}, {"recompute": True}], ids=str)
+def test_automatic_compilation_matches_single_process(options):
+    check_module(Net(), (1, 2, 9, 8), grids=[(1, 2, 1), (1, 1, 1)], compile="auto", **options)

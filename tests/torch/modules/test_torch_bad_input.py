@@ -77,12 +77,19 @@ def test_different_modules(activation):
     )
 
 
-@pytest.mark.parametrize("compiler", ["auto", 1])
+@pytest.mark.parametrize("compiler", ["automatic", 1])
 def test_compile_that_is_no_function(compiler):
     check_rejected(
         lambda grid: ndt.distribute(build_seeded(Net), IMAGES, grid, compile=compiler),
-        f"compile: {compiler!r}; expected True for torch.compile, or a function that compiles a function",
+        f"compile: {compiler!r}; expected True for torch.compile, 'auto', or a function that compiles a function",
     )
+
+
+def test_compile_on_one_rank_only():
+    def body(grid):
+        ndt.distribute(build_seeded(Net), IMAGES, grid, compile="auto" if grid.rank else False)
+
+    check_rejected(body, "rank 1 has a different module from rank 0: compile='auto'")
 
 
 def test_different_shapes():

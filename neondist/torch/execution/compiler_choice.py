@@ -1,0 +1,85 @@
+"""Choice by measurement of whether to compile the computation between messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+
+from ...comm import Transport
+from ..ir.graph import TorchGraph, Value
+
+_ASSUMED_TRAINING_STEPS = 1000
+_REPETITIONS = 3
+
+
+def compilation_pays_off(
+    plan: TorchGraph, compiler: Callable[..., Any], world: Transport, device: torch.device
+) -> bool:
+    """Return whether 1,000 training steps, including compilation, would take less time compiled. Collective.
+
+    Each group of consecutive local steps is timed, forward and backward, on tensors of its shapes. Only the slowest
+    group is compiled: its speedup is assumed for all, and its compilation time for each. Times are summed over the
+    ranks, so all ranks decide alike.
+    """
+    functions = set[Callable[..., Any]]()
+
+    def keep_uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
+        functions.add(run)
+        return run
+
+    segments = plan.executed_segments(keep_uncompiled)
+    groups = [step for segment in segments for step in segment.steps if step.run in functions]
+    if not groups:
+        return False
+    inputs_by_group = [[plan.values[value] for value in step.inputs] for step in groups]
+    own_seconds = [
+        (_time_passes(step.run, inputs, device) or (0.0, 0.0))[1]
+        for step, inputs in zip(groups, inputs_by_group, strict=True)
+    ]
+    seconds = [sum(rank_seconds) for rank_seconds in zip(*world.allgather(own_seconds), strict=True)]
+    slowest = max(range(len(groups)), key=seconds.__getitem__)
+    own_times = _time_passes(compiler(groups[slowest].run), inputs_by_group[slowest], device) or (inf, inf)
+    first_pass, later_pass = (sum(rank_seconds) for rank_seconds in zip(*world.allgather(own_times), strict=True))
+    saved_in_slowest = seconds[slowest] - later_pass
+    if saved_in_slowest <= 0:
+        return False
+    saved_per_step = sum(seconds) * saved_in_slowest / seconds[slowest]
+    return saved_per_step * _ASSUMED_TRAINING_STEPS > first_pass * len(groups)
+
+
+def _time_passes(
+    run: Callable[..., Any] | None, inputs: Sequence[Value], device: torch.device
+) -> tuple[float, float] | None:
+    """Return the seconds of the first forward and backward pass of local steps, and of the fastest pass after it.
+
+    The result is None if a pass fails, as for a matrix that is not positive definite, or without a C++ compiler.
+    """
+    assert run is not None
+    tensors = [torch.zeros(value.local, dtype=value.dtype, device=device) for value in inputs]
+    for tensor, value in zip(tensors, inputs, strict=True):
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1).requires_grad_(value.kind != "constant")
+    sources, seconds = [tensor for tensor in tensors if tensor.requires_grad], list[float]()
+    with torch.enable_grad():
+        try:
+            for _ in range(1 + _REPETITIONS):
+                copies = [tensor.clone() for tensor in tensors]  # steps may overwrite their inputs
+                _synchronise(device)
+                start = time.perf_counter()
+                outputs = [y for y in run(*copies) if y.requires_grad]
+                if outputs:
+                    torch.autograd.grad(outputs, sources, [torch.ones_like(y) for y in outputs], allow_unused=True)
+                _synchronise(device)
+                seconds.append(time.perf_counter() - start)
+        except Exception:  # of any operator or compiler
+            return None
+    return seconds[0], min(seconds[1:])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
