@@ -319,7 +319,7 @@ def test_device_results_match_the_host(name):
 @pytest.mark.parametrize("cost", [nd.CrossEntropy, nd.SoftmaxCrossEntropy, nd.Focal, nd.Dice, nd.DiceCE])
 @pytest.mark.parametrize("dense", [False, True])
 def test_softmax_over_one_output_is_rejected(cost, dense):
-    message = "is 1 for any single output.*; use BCE for two classes with one output, MSE for a number"
+    message = "is always 1 for a single output.*; use BCE for two classes with one output, MSE for a number"
     with pytest.raises(ConfigError, match=message):
         cost().check_output_shape((4, 4, 1), None if dense else 1)
     model = nd.Convnet([nd.ConvLayer(1, 3, padding=1)], cost=cost())
