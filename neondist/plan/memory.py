@@ -284,8 +284,8 @@ class MemoryPlanner:
         """Add the gradient of a step's view, in the memory of the view if the step may overwrite it."""
         (value,) = self.graph.steps[index].inputs
         first_time = self._end - index
-        stays_in_place = self._gradients.gradient_stays_in_place(value, index)
-        last_time = self._gradients.last_read(value) if stays_in_place else first_time
+        gradient_stays = self._gradients.gradient_stays_in_place(value, index)
+        last_time = self._gradients.last_read(value) if gradient_stays else first_time
         view = plan.rebuilt_view_ranges.get(index, plan.view_ranges.get(index, plan.value_ranges.get(value)))
         if view is not None and self.gradient_can_overwrite_view[index] and plan.ranges[view].last_time == first_time:
             plan.gradient_ranges[index], plan.ranges[view] = view, plan.ranges[view]._replace(last_time=last_time)

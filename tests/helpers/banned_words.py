@@ -98,6 +98,7 @@ precomputed_cells scheme_memory _fakes
 TracedPart TracedImage _GridState _grid_state_of OwnerSteps _GivenBatchSampler _SeededSamples compute_in Flats
 DIRECT_PAIRS MIN_SINGLE_BYTES MANY_BLOCKS input_views_and_origins layouts_of_moved_inputs part_of_block
 directly_callable max_block_memory_elements _own_labels
+SparseTable are_unaliased program_inputs stays_in_place
 """
 BANNED_WORDS = set(BANNED_IDENTIFIERS.split())
 """banned for all identifiers"""
