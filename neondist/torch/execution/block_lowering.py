@@ -256,6 +256,7 @@ class TracedSubgraph:
         read_value_ids = {value for step in self.steps for value in step.inputs}.union(output.id for output in outputs)
         self.inputs = [value for value in inputs if value.id in read_value_ids]
         self.symbol_ranges = lru_cache(8)(self._find_symbol_ranges)
+        self.plan_for = lru_cache(2)(self._plan_for)  # the planner asks for the same blocks forward and backward
 
     def differentiable_inputs(self) -> list[frozenset[int]]:
         """Return, for each output, the positions of the inputs to which its gradient propagates."""
@@ -289,7 +290,7 @@ class TracedSubgraph:
             steps.append(replace(step, run=run_function, bind_to_place=None, kind_args=shapes_if_empty(results)))
         return steps, values
 
-    def plan_for(self, ranges: AxisRanges) -> TorchPlan:
+    def _plan_for(self, ranges: AxisRanges) -> TorchPlan:
         """Return the plan that computes at least these ranges of the outputs from their sources."""
         steps, values = self.steps_for(ranges)
         aliased_ids = dict[int, int]()

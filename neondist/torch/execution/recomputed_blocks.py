@@ -18,7 +18,7 @@ from ..ir.graph import ACCUMULATION_DTYPES
 from ..ir.layout import Shape
 from ..ir.once_differentiable import once_differentiable
 from ..lowering.plan import TorchPlan
-from ..lowering.training_memory import TrainingMemory
+from ..lowering.training_memory import TracedSavedValues, TrainingMemory
 from .block_lowering import AxisRanges, TracedSubgraph, crop_block, narrow_to_ranges
 from .runner import PlanRunner
 
@@ -50,6 +50,7 @@ class RecomputedBlocks:
         self.comm = MeshComm(ProcessGrid.serial(), traced.spatial_ndim)
         self.compiler: Callable[..., Any] | None = None
         self.differentiable_inputs = traced.differentiable_inputs()
+        self._saved_values: TracedSavedValues = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs from its views of the inputs."""
@@ -93,7 +94,7 @@ class RecomputedBlocks:
         for plan in plans:
             gradient_input_ids = [plan.inputs[at] for at in inputs_requiring_grad]
             gradient_bytes = sum(plan.values[value].nbytes for value in gradient_input_ids)
-            peaks.append(TrainingMemory(plan, (), gradient_input_ids).peak(0) + gradient_bytes)
+            peaks.append(TrainingMemory(plan, (), gradient_input_ids, self._saved_values).peak(0) + gradient_bytes)
         return max(peaks)
 
     @cached_property

@@ -41,6 +41,9 @@ class _SavedValues:
     aliased_grads: set[int] = field(default_factory=set)
 
 
+TracedSavedValues = dict[object, _SavedValues]
+
+
 class TrainingMemory:
     """Lifetimes of the memory of a module's training step.
 
@@ -51,11 +54,20 @@ class TrainingMemory:
         The parameters that require gradients.
     inputs : collection of int
         The inputs, by id, that require gradients.
+    traced : dict, optional
+        Values that steps save, traced for plans of the same steps on other ranges of cells; extended in place.
     """
 
-    def __init__(self, plan: TorchPlan, trained: Collection[str], inputs: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        plan: TorchPlan,
+        trained: Collection[str],
+        inputs: Collection[int] = (),
+        traced: TracedSavedValues | None = None,
+    ) -> None:
         self.plan, self.backward = plan, BackwardSteps(plan, trained, inputs)
-        self.saved_values = [_saved_values(plan, step, self.backward) for step in plan.steps]
+        traced = {} if traced is None else traced
+        self.saved_values = [_saved_values(plan, step, self.backward, traced) for step in plan.steps]
         self.timeline = _Timeline(plan, self.backward)
 
     def peak(self, rank: int) -> int:
@@ -205,7 +217,7 @@ class _Lifetimes:
                     self._add_live_bytes(step.blocks.peak_bytes(inputs_requiring_grad), time, time)
 
 
-def _saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps) -> _SavedValues:
+def _saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps, traced: TracedSavedValues) -> _SavedValues:
     if step.kind in IDENTITY_STEPS or (step.kind == "view" and plan.runs_original_module):
         return _SavedValues(aliases=dict(zip(step.outputs, step.inputs, strict=False)), aliased_grads={*step.inputs})
     if step.kind != "local":
@@ -216,10 +228,14 @@ def _saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps) -> _Save
     all_values = _SavedValues({*step.inputs, *step.outputs})
     if step.kind_args is not None:
         return all_values
-    try:
-        return _trace_saved_values(plan, step, backward)
-    except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
-        return all_values
+    require_grad = tuple(value in backward.values_requiring_grad for value in step.inputs)
+    key = step.inputs, step.outputs, require_grad, id(step) in backward.backward_step_ids
+    if key not in traced:
+        try:
+            traced[key] = _trace_saved_values(plan, step, backward)
+        except (RuntimeError, TypeError, ValueError):  # the step needs values, which meta tensors lack
+            traced[key] = all_values
+    return traced[key]
 
 
 def _trace_saved_values(plan: TorchPlan, step: Step, backward: BackwardSteps) -> _SavedValues:
