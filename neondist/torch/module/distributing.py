@@ -63,10 +63,9 @@ def distribute(
         segments in the backward pass, including their messages. This saves memory at the cost of one more forward pass
         (Chen et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool, 'auto', or callable
-        Compile the computation between messages with torch.compile, or with this function. With 'auto', the slowest
-        part of it is compiled and timed now, and the rest is compiled if that is expected to save time within 1,000
-        training steps; `is_compiled` is the decision. On one rank, the module itself usually runs: compile the module
-        instead.
+        Compile the computation between messages, or on one rank the module, with torch.compile, or with this function.
+        With 'auto', on several ranks, the slowest part of it is compiled and timed now, and the rest is compiled if
+        that is expected to save time within 1,000 training steps; `is_compiled` is the decision.
     scheme : ExchangePolicy or str, or a dict of module path to scheme
         Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
         'deep_halo(layers=3)', three consecutive windows share an exchange and recompute cells of other tiles; with

@@ -107,6 +107,9 @@ class DistributedModule(nn.Module):
             initial_compiler = None if compile_if_faster else compiler
             arguments = module, self.comm, self.execution, shapes, dtypes, initial_compiler, self._deferred_gradients
             self.programs = ProgramCache(*arguments)
+            # on one rank; torch.compile would wrap a module in another module
+            run_module: Callable[..., Any] = lambda *tiles: module(*tiles)  # noqa: E731
+            self._run_original = run_module if initial_compiler is None else initial_compiler(run_module)
             self._criteria = CriterionCache(self.comm)
             self.tiling = self.programs.tiling
             digest = self.programs.current.digest
@@ -179,7 +182,7 @@ class DistributedModule(nn.Module):
     def _run_module(self, tiles: Sequence[torch.Tensor], state_key: Any, program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
         with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
-            outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
+            outputs = self._run_original(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         self.programs.ignore_changes_by_forward(state_key, program)
         return self._record_layouts(outputs, program.layouts_by_output)
 

@@ -127,3 +127,17 @@ def test_compilation_is_chosen_if_it_saves_time(compiler, expected):
 @pytest.mark.parametrize("options", [{}, {"memory": "least"}, {"recompute": True}], ids=str)
 def test_automatic_compilation_matches_single_process(options):
     check_module(Net(), (1, 2, 9, 8), grids=[(1, 2, 1), (1, 1, 1)], compile="auto", **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 2, 9, 8), (2, 2, 9, 8)])
+def test_module_is_compiled_on_one_rank(shape):
+    """Also with the gradients of norms of a single sample."""
+    graphs = []
+
+    def count_graphs(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    check_module(Net(), shape, grids=[(1, 1, 1)], compile=partial(torch.compile, backend=count_graphs))
+    assert graphs
