@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -21,7 +22,7 @@ from .. import safe_path
 from ..comm import SingleTransport
 from ..config import dump
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
-from ..io.files import convert_file_errors, write_text
+from ..io.files import convert_file_errors, short_reason, write_text
 from ..io.output import lock_folder
 from ..io.regular_file import read_bytes
 from ..launcher.pinning import PIN_VARIABLE
@@ -48,6 +49,8 @@ PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hype
 _POLL_SECONDS = 0.1
 _STATE_ORDER = {"COMPLETE": 0, "PRUNED": 1}
 _MAX_COMBINATIONS = 10_000  # limit of values or combinations for an exhaustive search
+_MIN_FREE_BYTES = 1 << 16
+_WRITE_ERROR_PATTERN = re.compile(r"^error: (.* cannot be (?:written|created)(?: to)? \(.*?\)(?=;|$))", re.M)
 _SPACE_SYNTAX = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 
@@ -163,12 +166,13 @@ def _convert_storage_errors(path: Path) -> Iterator[None]:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise OutputError(f"{path}: cannot be used ({reason}); choose another folder with --output") from error
+        remedy = "free disk space or check permissions and repeat the command, or choose another folder with --output"
+        raise OutputError(f"{path}: cannot be used ({reason}); {remedy}") from error
 
 
 class _RunningTrial:
-    def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
-        self.trial, self.process, self.folder = trial, process, folder
+    def __init__(self, trial: Trial, process: Any, folder: Path, log_start: int) -> None:
+        self.trial, self.process, self.folder, self._log_start = trial, process, folder, log_start
         self.pruned = self._terminated = False
         self._metrics_size_at_last_read = 0
         self._reported_epochs = len(trial.study.trials[trial.number].intermediate_values)
@@ -177,6 +181,19 @@ class _RunningTrial:
         if not self._terminated:
             self._terminated = True
             self.process.terminate()
+
+    def find_write_problem(self) -> str:
+        """Return why the run, which failed, could not write its files; '' if they were not the cause."""
+        with suppress(FileNotFoundError):
+            log = read_bytes(_log_path(self.folder), root=self.folder.parent)[self._log_start :]
+            if match := _WRITE_ERROR_PATTERN.search(log.decode(errors="replace")):
+                return match[1]
+        try:  # on a full disk, the log may lack the message
+            with TemporaryFile(dir=self.folder.parent) as file:
+                file.write(bytes(_MIN_FREE_BYTES))
+        except OSError as error:
+            return f"{self.folder.parent}: cannot be written to ({short_reason(error)})"
+        return ""
 
     def report_epochs_to_optuna(self, best: Best) -> None:
         """Report new epochs to Optuna one by one, and terminate the run if it should be pruned."""
@@ -200,12 +217,15 @@ class _RunningTrial:
 def _run_trials(
     study: Study, arguments: argparse.Namespace, spaces: dict[str, Any], best: Best, metrics: Any, folder: Path
 ) -> int:
-    """Train all trials, up to `--jobs` at a time, and print their results."""
+    """Train all trials, up to `--jobs` at a time, and print their results.
+
+    A trial that cannot write its files ends the sweep, which resumes it when repeated.
+    """
     from optuna.trial import TrialState
 
     combinations = _all_combinations(arguments.trials, spaces)
     trials = _propose_trials(study, combinations, arguments.trials, spaces)
-    running_trials, stop_code = list[_RunningTrial](), 0
+    running_trials, stop_code, write_problem = list[_RunningTrial](), 0, ""
     progress = ProgressLine(unit="trial", file=sys.stderr, delay=0)
     finished_trials = [t for t in study.trials if t.state.is_finished()]
     num_repeated = len(finished_trials) - len({str(sorted(t.params.items())) for t in finished_trials})
@@ -214,15 +234,20 @@ def _run_trials(
     while True:
         while len(running_trials) < arguments.jobs and not stop_code and (trial := next(trials, None)) is not None:
             trial_folder = _trial_folder(folder, trial.number)
+            log_start = _log_path(trial_folder).stat().st_size if _log_path(trial_folder).exists() else 0
             process = start_training(
                 _run_arguments(_override_settings(arguments, trial.params), trial_folder),
                 _log_path(trial_folder),
                 _run_environment(arguments),
             )
-            running_trials.append(_RunningTrial(trial, process, trial_folder))
+            running_trials.append(_RunningTrial(trial, process, trial_folder, log_start))
             progress.begin_part(", ".join(str(run.trial.number) for run in running_trials))
         if not running_trials:
             progress.close()
+            if write_problem:
+                raise OutputError(
+                    f"{write_problem}; free disk space or check permissions, then repeat the command to continue"
+                )
             return stop_code or _report_results(study, folder)
         time.sleep(_POLL_SECONDS)
         for run in list(running_trials):
@@ -240,6 +265,9 @@ def _run_trials(
             elif arguments.signals.received_signals or exit_code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
                 stop_code = exit_code if exit_code == INTERRUPTED_EXIT_CODE else STOPPED_EXIT_CODE
                 say(f"stopped during trial {number}; repeat the command to continue")
+                continue
+            elif exit_code and (problem := run.find_write_problem()):
+                stop_code, write_problem = STOPPED_EXIT_CODE, write_problem or f"trial {number}: {problem}"
                 continue
             else:
                 value = _read_objective(run.folder, best, metrics) if exit_code == 0 else None

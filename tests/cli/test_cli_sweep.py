@@ -1,5 +1,6 @@
 """Command `sweep`: search spaces, trials, files, pruning and resumption."""
 
+import errno
 import json
 import re
 from types import SimpleNamespace
@@ -222,6 +223,53 @@ def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatc
     assert sorted(re.findall(r"^trial (\d): \S+: -?\d", out, re.M)) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.parametrize("problem", [
+    "cannot be written to (Read-only file system)", "the folder cannot be created (No space left on device)",
+    "the checkpoint cannot be written (it needs 0.1 MB, but 0.0 MB are free)", "",
+])  # fmt: skip
+@pytest.mark.parametrize("failing", [0, 2])
+def test_trial_that_cannot_write_ends_the_sweep_and_resumes(run_sweep, capsys, monkeypatch, failing, problem):
+    """Expect one message; without a `problem` in the log, which is on the full disk too, test whether it is full."""
+    words = ["--vary", LEARNING_RATE_SPACE, "--trials", "4", "--jobs", "2", "--output"]
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
+    assert run_sweep(*words, "full") == 0
+    expected = sorted(re.findall("^trial .*", capsys.readouterr().out, re.M))
+
+    class FailingTrial(FakeTrial):
+        def __init__(self, words, log, env):
+            super().__init__(words, log, env)
+            if self.number == failing:
+                self.code = 2
+                log.write_text(f"epoch 1\nerror: here: {problem}; choose another path\n" if problem else "epoch 1\n")
+
+    def raise_disk_full(dir):
+        raise OSError(errno.ENOSPC, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "start_training", FailingTrial)
+        if not problem:
+            patch.setattr(sweep, "TemporaryFile", raise_disk_full)
+        assert run_sweep(*words, "here") == 2
+    out, err = capsys.readouterr()
+    reason = problem or "cannot be written to (No space left on device)"
+    remedy = "free disk space or check permissions, then repeat the command to continue"
+    assert err.splitlines()[-1] == f"error: trial {failing}: here: {reason}; {remedy}"
+    monkeypatch.setattr(FakeTrial, "poll", lambda self, poll=FakeTrial.poll: 1 if self.number == 3 else poll(self))
+    assert run_sweep(*words, "here") == 0  # trial 3 fails for another reason
+    results = sorted(re.findall("^trial .*", out + capsys.readouterr().out, re.M))
+    assert results[:3] == expected[:3]
+    assert results[3].endswith("failed: no output")
+
+
+def test_message_of_an_earlier_attempt_is_ignored(run_sweep, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "start_training", FakeTrial)
+    monkeypatch.setattr(FakeTrial, "poll", lambda self, poll=FakeTrial.poll: 1 if self.number == 1 else poll(self))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/trial_001.log").write_text("error: here: cannot be written (Disk quota exceeded); free space\n")
+    assert run_sweep("--vary", LEARNING_RATE_SPACE, "--trials", "2", "--output", "here") == 0
+    assert "trial 1: " in capsys.readouterr().out
+
+
 def test_errors_before_training(run_sweep, capsys, tmp_path):
     for words, message in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
@@ -243,7 +291,9 @@ def test_errors_before_training(run_sweep, capsys, tmp_path):
     (tmp_path / "x" / "sweep.db").write_text("no data base" * 100)
     capsys.readouterr()
     assert run_sweep("--vary", LEARNING_RATE_SPACE, "--output", "x") == 2
-    assert re.match(r"error: x/sweep\.db: cannot be used \(.*\); choose another folder", capsys.readouterr().err)
+    assert re.match(
+        r"error: x/sweep\.db: cannot be used \(.*\); free disk space .* another folder", capsys.readouterr().err
+    )
 
 
 @pytest.mark.long
