@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ...comm import Transport
+from ..capture.tracing import leave_inference_mode
+from ..ir.autocast import disable_autocast
 from ..ir.graph import TorchGraph, Value
 
 _ASSUMED_TRAINING_STEPS = 1000
@@ -56,16 +58,19 @@ def _time_passes(
 ) -> tuple[float, float] | None:
     """Return the seconds of the first forward and backward pass of local steps, and of the fastest pass after it.
 
-    The result is None if a pass fails, as for a matrix that is not positive definite, or without a C++ compiler.
+    The result is None if a pass fails, as for a matrix that is not positive definite, or without a C++ compiler, or if
+    there is not enough memory.
     """
     assert run is not None
-    tensors = [torch.zeros(value.local, dtype=value.dtype, device=device) for value in inputs]
-    for tensor, value in zip(tensors, inputs, strict=True):
-        if tensor.is_floating_point():
-            tensor.uniform_(0.5, 1).requires_grad_(value.kind != "constant")
-    sources, seconds = [tensor for tensor in tensors if tensor.requires_grad], list[float]()
-    with torch.enable_grad():
+    generator = torch.Generator(device)  # PyTorch's own continues with the same numbers on every rank
+    seconds = list[float]()
+    with leave_inference_mode(), disable_autocast(), torch.enable_grad():
         try:
+            tensors = [torch.zeros(value.local, dtype=value.dtype, device=device) for value in inputs]
+            for tensor, value in zip(tensors, inputs, strict=True):
+                if tensor.is_floating_point():
+                    tensor.uniform_(0.5, 1, generator=generator).requires_grad_(value.kind != "constant")
+            sources = [tensor for tensor in tensors if tensor.requires_grad]
             for _ in range(1 + _REPETITIONS):
                 copies = [tensor.clone() for tensor in tensors]  # steps may overwrite their inputs
                 _synchronise(device)

@@ -1,6 +1,8 @@
 """Compilation of a rank's computation between messages."""
 
+import copy
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -141,3 +143,31 @@ def test_module_is_compiled_on_one_rank(shape):
 
     check_module(Net(), shape, grids=[(1, 1, 1)], compile=partial(torch.compile, backend=count_graphs))
     assert graphs
+
+
+@pytest.mark.parametrize(
+    "context", [nullcontext, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=range(3)
+)
+def test_choice_of_compilation_is_independent_of_modes_and_random_numbers(context):
+    """Training passes without autocast are timed, and draw nothing from PyTorch's generator."""
+    modes = []
+
+    def compile_recorded(run):
+        def run_compiled(*tensors):
+            modes.append((tensors[0].requires_grad, torch.is_autocast_enabled("cpu")))
+            return run(*tensors)
+
+        return run_compiled
+
+    modules = [Net()]
+    modules.append(copy.deepcopy(modules[0]))
+    random_state = torch.get_rng_state()
+
+    def body(world):
+        with nd.ProcessGrid(world, rows=2, cols=1) as grid, context():
+            model = ndt.distribute(modules[world.rank], (1, 2, 9, 3), grid)
+            model.programs.compile_if_faster(compile_recorded)
+
+    nd.loopback.run(2, body)
+    assert set(modes) == {(True, False)}
+    assert torch.equal(torch.get_rng_state(), random_state)
