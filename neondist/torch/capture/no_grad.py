@@ -77,14 +77,14 @@ def detach_no_grad_values(program: Any, location_of: Callable[[Any], str]) -> No
 def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
     """Yield (node, outer, first node, hidden) for each node that writes in place.
 
-    `outer` is the node itself, or the node of the region that contains it. The first node is the first whose value
-    uses the written memory. `hidden` tells whether autograd misses the write.
+    `outer` is the node itself, or the node of the region that contains it. The first node is the first whose value is
+    a tensor in the written memory. `hidden` tells whether autograd misses the write.
     """
     graph_module = program.graph_module
     first_nodes: dict[int, Any] = {}
     detached_storages: set[int] = set()
     for node in graph_module.graph.nodes:
-        for tensor in tensors_in(node.meta.get("val")):
+        if isinstance(tensor := node.meta.get("val"), torch.Tensor):
             first_nodes.setdefault(storage_id(tensor), node)
         if node.target is torch.ops.aten.detach.default:
             detached_storages.add(storage_id(node.meta["val"]))

@@ -174,16 +174,19 @@ DATA_ASSIGNMENT_FLAGS = (True,)
 """Extra arguments of the copies that are recorded for assignments of Tensor.data; other copies lack them."""
 _TENSOR_DATA: Any = torch.Tensor.data
 _enter_dual_level: Any = forward_ad.enter_dual_level
+_pack_padded_sequence: Any = torch._C._VariableFunctions._pack_padded_sequence
 _UNRECORDED_FUNCTION_NAMES: dict[Any, str] = {
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
     _enter_dual_level: "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize)",
+    _pack_padded_sequence: "pack_padded_sequence",
 }
 _convert_module: Any = torch.nn.Module._apply
 _REMEDIES = dict.fromkeys(_UNRECORDED_FUNCTION_NAMES, "compute the derivative with ordinary operators instead") | {
-    torch.Tensor.register_hook: "use a torch.autograd.Function instead"
+    torch.Tensor.register_hook: "use a torch.autograd.Function instead",
+    _pack_padded_sequence: "pass padded sequences to the recurrent layer, and mask its results with torch.where",
 }
 
 

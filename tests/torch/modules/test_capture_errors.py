@@ -90,6 +90,10 @@ UNRECORDED = {
     "conversion": (lambda x: nn.Conv2d(2, 2, 1).half()(x.half()), "convert modules before the forward pass"),
     "branches": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "use torch.where instead"),
     "number of classes": (lambda x: F.one_hot((x > 0).long()), "pass num_classes"),
+    "packed sequences": (
+        lambda x: nn.utils.rnn.pack_padded_sequence(x[0], [4, 4, 2], batch_first=True).data,
+        "pass padded sequences to the recurrent layer",
+    ),
     "distributions": (torch.poisson, "use torch.rand, randn, randint, bernoulli, multinomial or randperm instead"),
 }
 

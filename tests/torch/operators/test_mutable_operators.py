@@ -116,6 +116,7 @@ WRITES = {
     "scatter_": lambda x, m, v: take_first(x, m.scatter_(0, torch.tensor([0, 3]), average(x)[:2])),
     "set_": lambda x, m, v: take_first(x, m.set_(average(x))),
     "resize_": lambda x, m, v: take_first(x, m.resize_(2).fill_(1.0)),
+    "one of several results": lambda x, m, v: x.max(1, keepdim=True)[0].add_(1).mul_(x[:, :1]),
     "rrelu_with_noise_": lambda x, m, v: torch.ops.aten.rrelu_with_noise_(x, torch.zeros_like(x), 0.1, 0.3, False),
 }  # fmt: skip
 REJECTED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}

@@ -20,6 +20,7 @@ class Recurrent(nn.Module):
         super().__init__()
         draw = random.Random(seed)
         self.sequence, self.batch_first = draw.choice(["rows", "columns", "cells"]), draw.random() < 0.5
+        self.writes_results = draw.random() < 0.5
         self.gives_states = draw.random() < 0.5
         layer, options = draw.choice([(nn.LSTM, {}), (nn.GRU, {}), (nn.RNN, {"nonlinearity": "relu"}), (nn.RNN, {})])
         if layer is nn.LSTM and draw.random() < 0.5:
@@ -43,7 +44,11 @@ class Recurrent(nn.Module):
         states = [state.expand(-1, shape[0], -1).contiguous() for state in self.states]
         given = (tuple(states) if len(states) > 1 else states[0],) if self.gives_states else ()
         output, last = self.layer(sequences if self.batch_first else sequences.transpose(0, 1), *given)
-        return output, *(last if isinstance(last, tuple) else [last])
+        last = last if isinstance(last, tuple) else (last,)
+        if self.writes_results:
+            output[:, 0] *= 2
+            last[0][-1] += 1
+        return output, *last
 
 
 @pytest.mark.parametrize("seed", select_cases(range(40), 8))
