@@ -24,9 +24,19 @@ def compilation_pays_off(
     """Return whether 1,000 training steps, including compilation, would take less time compiled. Collective.
 
     Each group of consecutive local steps is timed, forward and backward, on tensors of its shapes. Only the slowest
-    group is compiled: its speedup is assumed for all, and its compilation time for each. Times are summed over the
-    ranks, so all ranks decide alike.
+    group of each rank is compiled: its speedup is assumed for all, and its compilation time for each. Times are summed
+    over the ranks, so all ranks decide alike; ranks without cells may have fewer groups than others.
     """
+    rank_seconds = world.allgather(_time_groups(plan, compiler, device))
+    total, slowest, compiled, compilation = (sum(seconds) for seconds in zip(*rank_seconds, strict=True))
+    saved_in_slowest = slowest - compiled
+    return saved_in_slowest > 0 and total * saved_in_slowest / slowest * _ASSUMED_TRAINING_STEPS > compilation
+
+
+def _time_groups(
+    plan: TorchGraph, compiler: Callable[..., Any], device: torch.device
+) -> tuple[float, float, float, float]:
+    """Return seconds of this rank: of all groups, of the slowest before and after compilation, and to compile all."""
     functions = set[Callable[..., Any]]()
 
     def keep_uncompiled(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,23 +44,19 @@ def compilation_pays_off(
         return run
 
     segments = plan.executed_segments(keep_uncompiled)
-    groups = [step for segment in segments for step in segment.steps if step.run in functions]
-    if not groups:
-        return False
-    inputs_by_group = [[plan.values[value] for value in step.inputs] for step in groups]
-    own_seconds = [
-        (_time_passes(step.run, inputs, device) or (0.0, 0.0))[1]
-        for step, inputs in zip(groups, inputs_by_group, strict=True)
+    groups = [
+        (step.run, [plan.values[value] for value in step.inputs])
+        for segment in segments
+        for step in segment.steps
+        if step.run in functions
     ]
-    seconds = [sum(rank_seconds) for rank_seconds in zip(*world.allgather(own_seconds), strict=True)]
+    if not groups:
+        return 0.0, 0.0, 0.0, 0.0
+    seconds = [(_time_passes(*group, device) or (0.0, 0.0))[1] for group in groups]
     slowest = max(range(len(groups)), key=seconds.__getitem__)
-    own_times = _time_passes(compiler(groups[slowest].run), inputs_by_group[slowest], device) or (inf, inf)
-    first_pass, later_pass = (sum(rank_seconds) for rank_seconds in zip(*world.allgather(own_times), strict=True))
-    saved_in_slowest = seconds[slowest] - later_pass
-    if saved_in_slowest <= 0:
-        return False
-    saved_per_step = sum(seconds) * saved_in_slowest / seconds[slowest]
-    return saved_per_step * _ASSUMED_TRAINING_STEPS > first_pass * len(groups)
+    run, inputs = groups[slowest]
+    first_pass, later_pass = _time_passes(compiler(run), inputs, device) or (inf, inf)
+    return sum(seconds), seconds[slowest], later_pass, first_pass * len(groups)
 
 
 def _time_passes(

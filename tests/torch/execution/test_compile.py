@@ -171,3 +171,18 @@ def test_choice_of_compilation_is_independent_of_modes_and_random_numbers(contex
     nd.loopback.run(2, body)
     assert set(modes) == {(True, False)}
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("compiler", [_compile_slowly, _fail_to_compile])
+def test_ranks_without_cells_choose_alike(compiler):
+    """They have fewer groups of local steps than other ranks."""
+    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Tanh())
+    modules = [copy.deepcopy(module) for _ in range(5)]
+
+    def body(world):
+        with nd.ProcessGrid(world, rows=5, cols=1) as grid:
+            model = ndt.distribute(modules[world.rank], (1, 2, 3, 4), grid)
+            model.programs.compile_if_faster(compiler)
+            return model.is_compiled
+
+    assert nd.loopback.run(5, body) == [False] * 5
