@@ -59,8 +59,8 @@ def test_invalid_spaces(text):
 def test_best_trial_is_written(run_sweep, capsys, tmp_path):
     words = [
         "--vary",
-        LEARNING_RATE_SPACE,
         "model.layers.0.kernel_size=[3, 99]",
+        LEARNING_RATE_SPACE,
         "--number",
         "accuracy",
         "--output",
@@ -85,7 +85,7 @@ def test_best_trial_is_written(run_sweep, capsys, tmp_path):
     load_experiment("here/best.yaml").validate(2)
     page = (tmp_path / "here/sweep.html").read_text()
     assert page.count("<figure>") == 2  # over the trials, and over the learning rates
-    assert "<th>accuracy</th><th>learning_<wbr>rate</th><th>kernel_<wbr>size</th>" in page
+    assert "<th>accuracy</th><th>kernel_<wbr>size</th><th>learning_<wbr>rate</th>" in page
     assert run_sweep(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "a complete sweep trains nothing"
     assert run_sweep("--vary", LEARNING_RATE_SPACE, "--output", "here") == 2
