@@ -184,10 +184,8 @@ class _RunningTrial:
 
     def find_write_problem(self) -> str:
         """Return why the run, which failed, could not write its files; '' if they were not the cause."""
-        with suppress(FileNotFoundError):
-            log = read_bytes(_log_path(self.folder), root=self.folder.parent)[self._log_start :]
-            if match := _WRITE_ERROR_PATTERN.search(log.decode(errors="replace")):
-                return match[1]
+        if match := _WRITE_ERROR_PATTERN.search(_read_log(self.folder, self._log_start)):
+            return match[1]
         try:  # on a full disk, the log may lack the message
             with TemporaryFile(dir=self.folder.parent) as file:
                 file.write(bytes(_MIN_FREE_BYTES))
@@ -369,10 +367,15 @@ def _log_path(run: Path) -> Path:
     return run.with_suffix(".log")
 
 
-def _last_log_line(run: Path) -> str:
+def _read_log(run: Path, start: int = 0) -> str:
+    """Return the log of a run from a byte on; '' if there is none."""
     path = _log_path(run)
-    lines = read_bytes(path, root=path.parent).decode(errors="replace").split("\n") if path.exists() else []
-    return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "no output")
+    return read_bytes(path, root=path.parent)[start:].decode(errors="replace") if path.exists() else ""
+
+
+def _last_log_line(run: Path) -> str:
+    lines = reversed(_read_log(run).split("\n"))
+    return next((line.removeprefix("error: ") for line in lines if line.strip()), "no output")
 
 
 def _describe_result(trial: FrozenTrial, folder: Path) -> str:
