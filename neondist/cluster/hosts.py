@@ -18,7 +18,7 @@ from .. import version
 from ..errors import ConfigError
 from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
-from .ssh_config import SSH_AGENT_VARIABLE, remote_command, ssh_arguments_for_mpirun
+from .ssh_config import SSH_AGENT_VARIABLE, UNUSABLE_SHELL_PROBLEM, remote_command, ssh_arguments_for_mpirun
 
 HOST_SCRIPT_TIMEOUT = 60.0
 _SCRIPT_POLL_SECONDS = 0.1
@@ -34,7 +34,7 @@ _PROBE_SCRIPT = (
 _REASON_BY_EXIT_CODE: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
     114: "has a different version of neondist; install the same version",
-    115: "has a login shell that cannot run the commands of mpirun; change it there with chsh -s /bin/bash",
+    115: f"has a login shell that {UNUSABLE_SHELL_PROBLEM}",
 }
 _MAX_FILE_BYTES = 1 << 22  # maximum size of a host file
 _HOST_PATTERN = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"

@@ -16,7 +16,14 @@ from typing import Any
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .resources import Node, ResourceSpec, SSHConfig
-from .ssh_config import format_ssh_command, login_shells_for_mpirun, python_path_of, ssh_command, ssh_settings_of
+from .ssh_config import (
+    UNUSABLE_SHELL_PROBLEM,
+    format_ssh_command,
+    login_shells_for_mpirun,
+    python_path_of,
+    ssh_command,
+    ssh_settings_of,
+)
 
 NODE_CHECK_TIMEOUT = 60.0
 MAX_CLOCK_SKEW_SECONDS = 30.0
@@ -172,8 +179,7 @@ def reject_login_shells(reports: Sequence[NodeReport], env: Mapping[str, str]) -
     for report in reports:
         shell = report.node_info["shell"]
         if report.node.ssh_config is not None and shells and shell and Path(shell).name not in shells:
-            problem = f"its login shell {shell} cannot run the commands of mpirun"
-            report.problems.append(f"{problem}; change it there with chsh -s /bin/bash")
+            report.problems.append(f"its login shell {shell} {UNUSABLE_SHELL_PROBLEM}")
     raise_on_problems(reports)
 
 

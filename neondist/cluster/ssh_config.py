@@ -19,6 +19,7 @@ SSH_ARGS_VARIABLE = "PRTE_MCA_plm_ssh_args"
 SSH_AGENT_VARIABLE = "PRTE_MCA_plm_ssh_agent"
 """Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
 SH_SHELLS, CSH_SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh"), ("csh", "tcsh")
+UNUSABLE_SHELL_PROBLEM = "cannot run the commands of mpirun; change it there with chsh -s /bin/bash"
 _SAME_SHELL_VARIABLE = "PRTE_MCA_plm_ssh_assume_same_shell"
 _ACTIVATE_PATTERN = re.compile(r"(?P<folder>.+)/bin/activate")
 
