@@ -106,8 +106,8 @@ def model_bytes_per_rank(memory: int, local_ranks: int, backend: str | None = No
         raise ConfigError(
             f"memory: {format_bytes(memory)} is too little for {counted(local_ranks, 'rank')} on a machine; of the"
             f" limit, {format_bytes(process_overhead_bytes(backend))} per rank are reserved for Python, libraries and"
-            f" temporary buffers; set memory to at least {format_limit_for(1, local_ranks, backend)}, or start"
-            " fewer ranks"
+            f" temporary buffers; set memory to {format_limit_for(0, local_ranks, backend)} plus what the network"
+            " needs, or start fewer ranks"
         )
     return model_bytes
 

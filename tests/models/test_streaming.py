@@ -331,7 +331,8 @@ def test_smallest_limit_named_by_the_message_suffices(layers, ranks):
             break
         except nd.ConfigError as error:
             named.append(str(error))
-            limit = re.search(r"(?:set memory to at least|give memory:) (\d+MiB)", str(error))[1]
+            reserved, sufficient = re.search(r"set memory to (\d+)MiB plus|give memory: (\d+)MiB", str(error)).groups()
+            limit = f"{int(reserved) + 1}MiB" if reserved else f"{sufficient}MiB"
     assert plan.needed_bytes + OVERHEAD_BYTES <= parse_bytes("memory", limit) / ranks
     assert "too little for" in named[0]
     less = f"{int(limit.removesuffix('MiB')) - ranks}MiB"
