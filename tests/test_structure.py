@@ -236,6 +236,13 @@ def find_forked_code(tree):
     return [node.lineno for node in select(tree, ast.keyword) if node.arg == "preexec_fn"]
 
 
+def find_expansions_that_may_fail(tree):
+    """Yield the numbers of lines that expand '~' with pathlib, which raises RuntimeError for an unknown user."""
+    for node in select(tree, ast.Attribute):
+        if node.attr == "expanduser" and ast.unparse(node.value) != "os.path":
+            yield node.lineno
+
+
 RULES = {
     "opens files through one function": find_unchecked_opens,
     "prints through one module": find_prints,
@@ -245,6 +252,7 @@ RULES = {
     "no access to stack frames": find_stack_frames,
     "no code between fork and exec": find_forked_code,
     "documents parameters that exist": find_unknown_parameters,
+    "expands ~ of unknown users": find_expansions_that_may_fail,
     "no banned words": find_old_words,
 }
 
@@ -318,6 +326,7 @@ VIOLATIONS = {
     "no checks of layer classes": ["isinstance(x, ConvLayer)", "isinstance(x, (int, layers.FCLayerDist))"],
     "no access to stack frames": ["sys._current_frames()", "inspect.currentframe()", "frame.f_back", "inspect.stack()"],
     "no code between fork and exec": ["subprocess.Popen(words, preexec_fn=f)"],
+    "expands ~ of unknown users": ["Path(text).expanduser()"],
     "documents parameters that exist": [
         "def f(a):\n    '''Return.\n\n    Parameters\n    ----------\n    a, b : int\n    '''",
         "class A:\n    '''A.\n\n    Parameters\n    ----------\n    b\n    '''\n    def __init__(self, a): pass",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ def convert(arguments: argparse.Namespace) -> int:
     loader = ImageLoader(arguments.mode, tuple(arguments.size) if arguments.size else None)
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
     sources = open_split_sources(arguments.source, loader, labels, maps)
-    target = Path(arguments.to).expanduser()
+    target = Path(os.path.expanduser(arguments.to))
     written_by_split = dict.fromkeys(sources, 0)
     with ProgressLine(sum(source.count for source in sources.values()), sys.stderr, "sample") as progress:
 

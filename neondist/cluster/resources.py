@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,7 +131,7 @@ class ResourceSpec:
     path: Path | None
 
     @type_checked
-    def __init__(self, resources: str | PathLike[str] | Mapping[str, Any]) -> None:
+    def __init__(self, resources: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         if isinstance(resources, Mapping):
             self.path, root, folder = None, to_node(dict(resources), "resources"), Path()
         else:
@@ -267,7 +267,7 @@ def _parse_ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConf
     if re.search(r"^-|[\s@]", fields.get("username", "")):
         raise field_error(node, path, "username", f"invalid; expected a user name, got '{fields['username']}'")
     if "key_file" in fields:  # the launcher checks relative paths, whose files may be created later
-        file = Path(fields["key_file"]).expanduser()
+        file = Path(os.path.expanduser(fields["key_file"]))
         if not fields["key_file"]:
             raise field_error(node, path, "key_file", "is empty; give the path of a private key, or leave it out")
         if file.is_absolute() and not file.is_file():

@@ -79,7 +79,7 @@ def _user_config_path(env: Mapping[str, str]) -> str | None:
     text = env.get(USER_CONFIG_VARIABLE)
     if not text:
         return None
-    path = Path(text).expanduser().absolute()
+    path = Path(os.path.expanduser(text)).absolute()
     if not path.exists():
         raise ConfigError(f"{USER_CONFIG_VARIABLE}: {path} does not exist; give the path of an ssh_config, or unset it")
     return str(path)

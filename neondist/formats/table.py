@@ -264,8 +264,8 @@ def _split_array_name(name: str) -> tuple[Path, str]:
     """Split 'FILE:NAME' into the file and the name of the array in it."""
     file, colon, array_name = name.rpartition(":")
     if colon and not os.path.exists(name) and _format_by_suffix(Path(file)) is not None:
-        return Path(file).expanduser(), array_name
-    return Path(name).expanduser(), ""
+        return Path(os.path.expanduser(file)), array_name
+    return Path(os.path.expanduser(name)), ""
 
 
 def _is_installed(file_format: Format) -> bool:

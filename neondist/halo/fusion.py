@@ -5,6 +5,7 @@ The compiler fuses layers as these schemes request; see plan/segments.py.
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,7 @@ class Auto(DeepHalo):
         fields = {"latency": latency, "bandwidth": bandwidth, "flops_per_second": speed, "samples_per_replica": samples}
         self.overrides: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
         super().__init__(layers=10**9)
-        self.machine: Machine | None = None if machine is None else read_machine(Path(machine).expanduser())
+        self.machine: Machine | None = None if machine is None else read_machine(Path(os.path.expanduser(machine)))
 
     def planner_profile(self, ranks: int, samples: int | None = None) -> MachineProfile:
         """Return the machine's profile, or the default profile, with the values given to the scheme."""

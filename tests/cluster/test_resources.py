@@ -65,6 +65,12 @@ def test_ssh_settings(tmp_path):
     )
 
 
+def test_key_file_of_an_unknown_user(tmp_path):
+    """Use the path as it is, like a shell."""
+    (tmp_path / "r.yaml").write_text("nodes: [{address: a}]\nssh: {key_file: ~no_such_user/key}\n")
+    assert nd.ResourceSpec(tmp_path / "r.yaml").ssh["default"].key_file == str(tmp_path / "~no_such_user/key")
+
+
 def test_key_file_that_is_a_folder(tmp_path):
     resources = {**VALID["flat_ssh"]["spec"], "ssh": {"username": "ana", "key_file": str(tmp_path)}}
     with pytest.raises(nd.ConfigError, match=r"key_file: .* is not a file; give the path of a private key"):
