@@ -225,9 +225,9 @@ async def _check_node(report: NodeReport, ssh_config_path: Path, check_arguments
         await process.wait()
         report.problems.append(f"no answer within {NODE_CHECK_TIMEOUT:g} s; check that it is up and not overloaded")
         return
-    line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_OUTPUT_PREFIX)), "")
-    if line:
-        report.node_info = json.loads(line.removeprefix(_OUTPUT_PREFIX))
+    _, prefix, output = out.decode(errors="replace").partition(_OUTPUT_PREFIX)  # follows output of the login shell
+    if prefix:
+        report.node_info = json.loads(output.splitlines()[0])
         report.clock_skew = report.node_info["clock"] - (start_time + time.time()) / 2
         return
     message = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]

@@ -57,7 +57,12 @@ class RemoteProcess:
         self, remote_command: Sequence[str], words: Sequence[str], variables: Mapping[str, str], output: int | None
     ) -> None:
         self._process = subprocess.Popen(
-            list(remote_command), stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True
+            list(remote_command),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         self.pid, self.stdout = self._process.pid, self._process.stdout
         request = {"folder": os.getcwd(), "words": list(words), "variables": dict(variables), "version": __version__}

@@ -14,7 +14,7 @@ from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
 
 MAX_SERVICE_RESTARTS = 5
 """Maximum number of restarts of a killed service."""
-_ADDRESS_PATTERN = re.compile(r"(?:PServer|Master) at (\S+)")
+_ADDRESS_PATTERN = re.compile(r"(?:PServer|Master) at (\S+)$")
 
 
 class ServiceProcess:
@@ -29,7 +29,8 @@ class ServiceProcess:
     node : JobNode
         Machine on which the service runs.
     start : callable
-        Starts a process from the arguments of a command; it prints its address, after any output of a login shell.
+        Starts a process from the arguments of a command; it prints its address, after any output of a login shell,
+        which may lack a line break.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class ServiceProcess:
         """
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, ""):
-            if match := _ADDRESS_PATTERN.fullmatch(line.rstrip()):
+            if match := _ADDRESS_PATTERN.search(line.rstrip()):
                 self.address = match[1]
                 return
         self._handle_exit(self._process.wait())

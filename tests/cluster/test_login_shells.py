@@ -15,6 +15,7 @@ from neondist.cluster.preflight import check_nodes, reject_login_shells
 from neondist.cluster.ssh_config import login_shells_for_mpirun
 from neondist.errors import LaunchError
 from neondist.launcher.job_nodes import _create_ssh_node
+from neondist.launcher.remote import RemoteProcess
 from neondist.launcher.service_process import ServiceProcess
 from neondist.services.wire import TOKEN_VARIABLE
 
@@ -67,6 +68,19 @@ def test_login_shells_that_mpirun_cannot_use(login, own_shell, login_shell, prob
             reject_login_shells(reports, env)
     else:
         reject_login_shells(reports, env)
+
+
+def test_address_after_an_unfinished_line_of_a_login_shell():
+    words = ["sh", "-c", r"printf 'welcome\n\033]0;caf\351\007'; echo PServer at 127.0.0.1:7; sleep 60"]
+    process = RemoteProcess(words, [], {}, subprocess.PIPE)
+    node = SimpleNamespace(name="a", any_port_address="127.0.0.1:0")
+    service = ServiceProcess("server", ["ps"], node, lambda _: process)
+    service.wait_until_listening()
+    assert service.address == "127.0.0.1:7"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process._process.stdin.close()
 
 
 @pytest.mark.long
