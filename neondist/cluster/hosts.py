@@ -46,6 +46,12 @@ def slots_by_node(resources: ResourceSpec) -> dict[str, int]:
     return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether a listed host is this machine, which mpirun also recognises by these names."""
+    node = os.uname().nodename
+    return host in ("localhost", "127.0.0.1", node, node.partition(".")[0])
+
+
 def parse_hosts(text: str, source_label: str) -> dict[str, int]:
     """Return hosts and their slots, in order, from lines 'HOST', 'HOST:SLOTS' or 'HOST slots=N'; '#' begins a comment.
 
@@ -284,7 +290,7 @@ def find_unusable_hosts(
     A host must respond within 15 seconds, have this version of neondist for this Python at the same paths and, if
     `login_shells` are given, one of these as its login shell.
     """
-    hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
+    hosts = [host for host in hosts if not is_this_machine(host)]
     shells = " ".join(["", *login_shells, "", ""]) if login_shells else ""  # an unset shell is accepted
     words = ["sh", "-c", _PROBE_SCRIPT, "sh", sys.executable, version.__file__, f'"{version.__version__}"', shells]
 

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts
+from ..cluster.hosts import HostPool, HostSource, find_unusable_hosts, is_this_machine
 from ..cluster.ssh_config import unreachable_host_remedy
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import counted, say
 from .members import HOST_COOLDOWN_SECONDS, HOST_LIST_POLL_SECONDS, HOST_WAIT_SECONDS
-from .monitor import LOOPBACK_ADDRESS
 from .slots import SharedSlotTable, WorkerBounds
 
 LOCAL_HOST = "localhost"
@@ -35,10 +34,9 @@ def read_slots(source: HostSource | None, reread: bool = False) -> dict[str, int
     """
     if source is None:
         return {LOCAL_HOST: threads.count_cores()}
-    node = os.uname().nodename
     slots_by_host: dict[str, int] = {}
     for host, slots in (source.read() if reread else source.slots_at_start).items():
-        name = LOCAL_HOST if host in (LOCAL_HOST, LOOPBACK_ADDRESS, node, node.partition(".")[0]) else host
+        name = LOCAL_HOST if is_this_machine(host) else host
         slots_by_host[name] = slots_by_host.get(name, 0) + slots
     return slots_by_host
 

@@ -208,6 +208,11 @@ def test_invalid_ssh_config(tmp_path, name, message):
             read(env)
 
 
+def test_names_of_this_machine_need_no_ssh(tmp_path):
+    names = ["localhost", "127.0.0.1", os.uname().nodename]
+    assert find_unusable_hosts([*names, "a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}).keys() == {"a"}
+
+
 def test_unusable_hosts(tmp_path, monkeypatch):
     agent = write_script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
     env = {"PRTE_MCA_plm_ssh_agent": agent}
