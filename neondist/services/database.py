@@ -33,6 +33,11 @@ _LOCK_TIMEOUT = 30.0
 """seconds to wait for the transaction of another process"""
 
 
+def _to_utf8(text: str) -> str:
+    """Return a text that SQLite can store: bytes of paths that are not UTF-8 are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class TaskRow(NamedTuple):
     """Row of the table of tasks. States: todo, doing, done, failed, and reissued (continued in other rows)."""
 
@@ -101,9 +106,11 @@ class TaskDatabase:
 
     @contextmanager
     def _convert_file_errors(self) -> Iterator[None]:
-        """Convert errors of the file, such as a full disk, into OutputError."""
+        """Convert errors of the file, such as a full disk, into OutputError; ConfigError if it is closed."""
         try:
             yield
+        except sqlite3.ProgrammingError as error:
+            raise ConfigError(f"{self.path}: the queue is closed; call close() last, or open the file again") from error
         except sqlite3.OperationalError as error:
             raise OutputError(
                 f"{self.path}: cannot be written ({error}); free disk space or check permissions, then resume the job"
@@ -117,7 +124,7 @@ class TaskDatabase:
     def store_note(self, name: str, value: str) -> None:
         """Store a text under a name, beside the tasks."""
         with self._lock, self._convert_file_errors():
-            self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
+            self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", _to_utf8(value)))
 
     def load_note(self, name: str) -> str | None:
         """Return a text stored by `store_note`; None if there is none."""
@@ -146,7 +153,7 @@ class TaskDatabase:
         self, kind: str | None = None, worker: str | None = None, expired_before: float | None = None
     ) -> list[TaskRow]:
         """Return tasks in progress, optionally filtered by kind, by worker, or by leases that end before a time."""
-        filters = {"kind = ?": kind, "worker = ?": worker, "deadline < ?": expired_before}
+        filters = {"kind = ?": kind, "worker = ?": worker and _to_utf8(worker), "deadline < ?": expired_before}
         active = {test: value for test, value in filters.items() if value is not None}
         return self._select_tasks(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
 
@@ -157,7 +164,7 @@ class TaskDatabase:
     def lease_task(self, task_id: int, worker: str, deadline: float) -> None:
         """Lease a task to a worker."""
         statement = "UPDATE tasks SET state = 'doing', worker = ?, deadline = ? WHERE id = ?"
-        self._connection.execute(statement, (worker, deadline, task_id))
+        self._connection.execute(statement, (_to_utf8(worker), deadline, task_id))
 
     def record_progress(self, task_id: int, applied_until: int, deadline: float) -> None:
         """Record the progress of a task and extend its lease; the task is done once it is fully applied."""
@@ -198,15 +205,15 @@ class TaskDatabase:
             "INSERT INTO failures VALUES (?, ?, 1, ?) ON CONFLICT DO UPDATE SET failures = failures + 1,"
             " error = excluded.error RETURNING failures"
         )
-        return int(self._connection.execute(statement, (kind, record, error)).fetchone()[0])
+        return int(self._connection.execute(statement, (kind, record, _to_utf8(error))).fetchone()[0])
 
     def skip_record(self, record: int, error: str) -> None:
         """Skip a record from now on."""
-        self._connection.execute("INSERT OR REPLACE INTO skipped VALUES (?, ?)", (record, error))
+        self._connection.execute("INSERT OR REPLACE INTO skipped VALUES (?, ?)", (record, _to_utf8(error)))
 
     def skipped_records(self) -> list[tuple[int, str]]:
         """Return the skipped records, with reasons."""
-        with self._lock:
+        with self._lock, self._convert_file_errors():
             return list(self._connection.execute("SELECT record, error FROM skipped ORDER BY record"))
 
     def _insert_tasks(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:

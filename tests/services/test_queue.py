@@ -201,6 +201,31 @@ def test_numbers_out_of_range_are_rejected(tmp_path, field):
         nd.TaskQueue(tmp_path / "q.sqlite", **{"records": 3, "records_per_task": 3, field: 0})
 
 
+@pytest.mark.parametrize("call", [
+    lambda queue: queue.get("w"), lambda queue: queue.heartbeat("w"), lambda queue: queue.lost("w"),
+    lambda queue: queue.applied(1, 1), lambda queue: queue.report(1), lambda queue: queue.counts(),
+    lambda queue: queue.skipped, lambda queue: queue.restore([]), lambda queue: queue.start_round("evaluation"),
+])  # fmt: skip
+def test_calls_after_close_are_rejected(make_queue, call):
+    queue = make_queue()
+    queue.close()
+    with pytest.raises(nd.ConfigError, match=r"q\.sqlite: the queue is closed"):
+        call(queue)
+    queue.close()
+
+
+def test_texts_that_are_not_utf8(make_queue):
+    """Accept names and errors with paths whose bytes are not UTF-8."""
+    queue = make_queue(shuffle=False, retries=2, source="data\udcff.csv", skip_bad_records=True)
+    for _ in range(2):
+        queue.report(queue.get("worker \udcff").id, ok=False, error="\udcff.png: truncated", record=0)
+    assert [error for _, error in queue.skipped] == ["\\udcff.png: truncated"]
+    queue.get("worker \udcff")
+    queue.lost("worker \udcff")
+    assert queue.counts()["doing"] == 0
+    queue.store_note("path", "\udcff")
+
+
 def test_database_uses_write_ahead_logging(make_queue, tmp_path):
     make_queue().get("a")
     with sqlite3.connect(tmp_path / "q.sqlite") as connection:
