@@ -11,6 +11,7 @@ from typing import Any
 from ..cluster.submit import Submission, job_name
 from ..cluster.submit.manifests import Manifest
 from ..errors import ConfigError, DataError
+from ..io.files import write_text
 from ..terminal.console import emit, say
 from ..version import __version__
 from . import options
@@ -128,11 +129,7 @@ def _submit_to_slurm(arguments: argparse.Namespace, job: Submission) -> int:
 def _write_or_print(arguments: argparse.Namespace, text: str) -> None:
     """Write the text to --output; print it if there is no --output or --apply."""
     if arguments.output is not None:
-        try:
-            arguments.output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror}); specify another file"
-            raise ConfigError(f"--output {arguments.output}: {reason}") from error
+        write_text(arguments.output, text)
         options.print_written([arguments.output], sys.stderr)
     elif not arguments.apply:
         sys.stdout.write(text)  # not escaped: files in a manifest may contain tabs

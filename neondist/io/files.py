@@ -162,9 +162,9 @@ def atomic_replacement(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; OutputError if that fails."""
+    """Write a file atomically; OutputError if that fails. Paths in the text need not be valid UTF-8."""
     with atomic_replacement(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="surrogateescape"))
 
 
 @cache  # warns once
@@ -196,7 +196,7 @@ def append_text(path: Path, text: str) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
             old_size = os.fstat(file.fileno()).st_size
-            unwritten = memoryview(text.encode())
+            unwritten = memoryview(text.encode(errors="surrogateescape"))
             try:
                 while unwritten:
                     unwritten = unwritten[file.write(unwritten) :]

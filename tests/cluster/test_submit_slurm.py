@@ -13,7 +13,7 @@ from cli_runs import EXPERIMENT, run_in_process
 from processes import communicate
 
 from neondist.cluster.submit import Submission
-from neondist.cluster.submit.slurm import MAX_REQUEUES, batch_script
+from neondist.cluster.submit.slurm import MAX_REQUEUES, batch_script, submit_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 # stands in for Python: prints its words; with `wait`, sleeps until a signal and exits as a stopped run
@@ -64,6 +64,15 @@ def test_workers_with_servers_run_on_the_nodes_of_the_job(folder):
     words = ["-m", "neondist", "run", "a b.yaml", "-n", "4", "--output", "runs/a b", "--hosts-from", "hosts-7"]
     assert out.splitlines()[-1] == "".join(f"<{word}>" for word in [*words, "--resume", "auto"])
     assert (folder / "hosts-7").read_text() == "n1:2\nn2:2\n"
+
+
+def test_paths_that_are_not_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "a.yaml").write_text(EXPERIMENT)
+    assert run_in_process(folder, "submit", "--slurm", "a.yaml", "--output", "job.sh")[0] == 0
+    assert b"/caf\xe9' || exit" in (folder / "job.sh").read_bytes()
+    assert submit_script(str(folder), ("cat",)) == str(folder)
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 137])

@@ -108,7 +108,9 @@ def submit_script(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
         Slurm is not available, or rejects the script.
     """
     try:
-        process = subprocess.run(sbatch, input=script, capture_output=True, text=True, check=False)
+        process = subprocess.run(
+            sbatch, input=script, capture_output=True, encoding="utf-8", errors="surrogateescape", check=False
+        )
     except OSError as error:
         raise LaunchError(
             f"--apply: {sbatch[0]} cannot be run ({error.strerror}); run this on a submit host, or write the script"
