@@ -7,7 +7,7 @@ import re
 import pytest
 from toy_training import Recorder, ToyData, ToyModel
 
-from neondist.train import ProgressBar, fit
+from neondist.train import Hook, ProgressBar, fit
 from neondist.train.callbacks.progress_bar import epoch_line
 from neondist.train.state import EpochRecord
 
@@ -40,6 +40,20 @@ def test_steps_of_a_long_epoch_are_reported_without_a_terminal(capsys, monkeypat
     assert len(out.splitlines()) == 3
     (line,) = err.splitlines()  # the next one follows after half a minute
     assert re.fullmatch(r"step 1: epoch 1/2, 40%, loss [\d.]+, [\d,.e+]+ samples/s, 0 s left in this epoch", line)
+
+
+def test_speed_is_not_negative_at_an_earlier_position(capsys, monkeypatch):
+    """Follow a worker whose next task is earlier in the epoch, or in another epoch."""
+    monkeypatch.setattr("neondist.train.callbacks.progress_bar.FIRST_LINE_SECONDS", 0)
+    monkeypatch.setattr("neondist.train.callbacks.progress_bar.LINE_INTERVAL_SECONDS", 0)
+    bar = ProgressBar()
+
+    class Reassignment(Hook):
+        def after_step(self, run):
+            bar.speed_start_sample = 6
+
+    fit(ToyModel(), ToyData(), 2, 4, [Reassignment(), bar])
+    assert not re.search(r"-[\d.,e+]+ samples/s", capsys.readouterr().err)
 
 
 def test_validation_and_test_splits_are_shown(capsys):

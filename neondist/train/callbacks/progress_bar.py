@@ -60,6 +60,8 @@ class ProgressBar(Hook):
             nonfinite_location = run.model.whole_model.nonfinite_monitor.nonfinite_value
             self._print(run, f"step {run.step} skipped: first non-finite value: {nonfinite_location}")
         now = time.perf_counter()
+        if run.samples_seen < self.speed_start_sample:  # a worker's next task may be earlier, or of another epoch
+            self.speed_start_time, self.speed_start_sample = now, run.samples_seen
         speed = (run.samples_seen - self.speed_start_sample) / max(now - self.speed_start_time, 1e-9)
         if self.bar is None and run.is_first_rank and now >= self.next_progress_line_time:
             self.next_progress_line_time = now + LINE_INTERVAL_SECONDS
