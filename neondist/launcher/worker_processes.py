@@ -167,7 +167,8 @@ class WorkerProcesses:
         restarts = self._restart_counts.get(index, 0)
         if restarts == MAX_WORKER_RESTARTS:
             say(
-                f"error: worker {index} was killed {MAX_WORKER_RESTARTS + 1} times; start the command again", sys.stderr
+                f"error: worker {index} was killed {MAX_WORKER_RESTARTS + 1} times; continue with --resume auto",
+                sys.stderr,
             )
             return 128 - code if code < 0 else code
         self._restart_counts[index] = restarts + 1
