@@ -157,7 +157,7 @@ class Tiling:
                 if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
                     return (layout[0], *layout[2:])
         batch_shapes = {shape_of(layout[:1]) for layout in layouts if layout}
-        if shape and (len(shape) > mesh.spatial_ndim or shape[:1] not in batch_shapes):
+        if shape and (len(shape) > max(2, mesh.spatial_ndim) or shape[:1] not in batch_shapes):
             shapes = sorted({shape_of(layout) for layout in layouts if layout})
             raise ShapeError(
                 f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"

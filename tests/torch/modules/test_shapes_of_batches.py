@@ -71,3 +71,21 @@ def test_each_shape_is_captured_once():
         for shape in ((1, 2, 9, 11), EXAMPLE, (1, 2, 9, 11)):
             model(model.scatter(torch.zeros(shape)))
             assert plans.setdefault(shape, model.plan) is model.plan
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("extent", [(9,), (9, 4), (3, 4, 5)], ids=str)
+def test_targets_per_sample_match_single_process(extent):
+    """A target (N, C) may accompany outputs (N, C, *spatial) of any number of spatial axes."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(shape, generator=generator) for shape in ((4, 2, *extent), (4, 2)))
+
+    def loss_of_means(y, target):
+        return (y.flatten(2).mean(2) - target).square().mean()
+
+    def body(world):
+        model = ndt.distribute(nn.Identity(), x.shape, nd.ProcessGrid(world))
+        return model.loss(loss_of_means, model(model.scatter(x)), model.scatter_target(target)).item()
+
+    for loss in nd.loopback.run(2, body):
+        assert loss == pytest.approx(loss_of_means(x, target).item())
