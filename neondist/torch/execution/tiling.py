@@ -87,7 +87,10 @@ class Tiling:
         attached_layout: Layout | None = getattr(tensor, "neondist_layout", None)
         parts = self.comm.mesh.parts
         if any(a.axis is not None and len(a.ranges) != parts[a.axis] for atoms in attached_layout or () for a in atoms):
-            raise ConfigError("a tile was read for a grid other than the model's; pass grid=model.grid to the loader")
+            raise ConfigError(
+                "a tile was read for a grid other than the model's; pass grid=model.grid to the loader, and the model's"
+                " `spatial`"
+            )
         return attached_layout or next(alias_layouts, None)
 
     def indices_of_ambiguous_inputs(self, tiles: Sequence[Any]) -> list[int]:

@@ -47,7 +47,14 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **options: Any
+        self,
+        dataset: Any,
+        batches: BatchSampler,
+        order: torch.Generator,
+        seed: int,
+        grid: ProcessGrid,
+        spatial: int | None,
+        **options: Any,
     ) -> None:
         self.grid, self.epoch = grid, 0
         self._batch_sampler, self._order_generator = batches, order
@@ -58,7 +65,7 @@ class Loader:
         self._loader: DataLoader[Any] = DataLoader(
             seeded_dataset,
             batch_sampler=self._preset_sampler,
-            collate_fn=_TilingCollate(collate, grid, seeded_dataset.extent),
+            collate_fn=_TilingCollate(collate, grid, seeded_dataset.extent, spatial),
             generator=torch.Generator(),  # by default, a DataLoader draws from the global generator
             **options,
         )
@@ -87,6 +94,8 @@ class Loader:
             except Exception as problem:
                 error = problem
             compared_values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            if part is not None:
+                compared_values["the list of sample shapes (pad to equal sizes in collate_fn)"] = part.shapes
             self.grid.check("loader", compared_values | {"the list of samples": batch}, error)
             if part is not None:
                 yield self._mark_layouts(part, len(batch), own_slice.stop - own_slice.start)
@@ -145,6 +154,7 @@ def loader(
     *,
     grid: ProcessGrid | None = None,
     sampler: Iterable[int] | None = None,
+    spatial: int | None = None,
     **options: Any,
 ) -> Loader:
     """Return a loader for a map-style data set that yields each rank's tile of each batch.
@@ -175,6 +185,9 @@ def loader(
         Grid of the model. Default: all ranks.
     sampler : iterable of int, optional
         A custom order, the same on every rank.
+    spatial : int, optional
+        As for `distribute`; 0 for samples other than images, such as sequences (length, features), which are kept
+        whole.
     **options
         Further arguments of torch.utils.data.DataLoader, such as `collate_fn` and `pin_memory`.
 
@@ -204,7 +217,7 @@ def loader(
             sampler = RandomSampler(dataset, generator=order_generator) if shuffle else SequentialSampler(dataset)
         batches = BatchSampler(sampler, batch_size, drop_last)
         grid = ProcessGrid() if grid is None else grid
-        return Loader(dataset, batches, order_generator, seed, grid, num_workers=num_workers, **options)
+        return Loader(dataset, batches, order_generator, seed, grid, spatial, num_workers=num_workers, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loader: {error}") from error
 
@@ -269,8 +282,14 @@ class _SeededDataset(Dataset[Any]):
 class _TilingCollate:
     """Collation of samples into a batch, reduced to this rank's tile."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], grid: ProcessGrid, extent: tuple[int, ...] | None) -> None:
-        self.collate, self.extent = collate, extent
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        grid: ProcessGrid,
+        extent: tuple[int, ...] | None,
+        spatial: int | None,
+    ) -> None:
+        self.collate, self.extent, self.spatial = collate, extent, spatial
         self.shape, self.rank = grid.shape, grid.rank
 
     def __call__(self, samples: list[Any]) -> _BatchPart:
@@ -278,7 +297,7 @@ class _TilingCollate:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ConfigError("loader: samples contain no tensor; return the image as the first tensor")
-        spatial_ndim = max(0, tensors[0].dim() - 2)
+        spatial_ndim = max(0, tensors[0].dim() - 2) if self.spatial is None else self.spatial
         mesh = Mesh.from_grid(self.shape, spatial_ndim)
         place = mesh.place(self.rank)
         image_extent = tuple(tensors[0].shape[2:])

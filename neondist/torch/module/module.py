@@ -385,9 +385,9 @@ class DistributedModule(nn.Module):
         return shape
 
     def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
-        """Return whether an input has the axes and channels of the example."""
+        """Return whether an input has the axes of the example and, if it is an image, its channels."""
         example = self.programs.shapes[index]
-        channels = slice(1, 2 if self.comm.mesh.spatial_ndim else 1)
+        channels = slice(1, 2 if len(example) == self.comm.mesh.spatial_ndim + 2 else 1)
         return len(shape) == len(example) and shape[channels] == example[channels] and 0 not in shape
 
     def _global_shapes(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -1,10 +1,12 @@
 """`ndt.loader`: this rank's part of each batch, with the order and values of a single process."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from case_selection import SEED, select_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -162,6 +164,77 @@ def test_tiles_for_another_grid_are_rejected():
             model(images)
 
     loopback.run(2, body)
+
+
+class Sequences(Dataset):
+    """Sequences (length, features) of different lengths, each with a label."""
+
+    def __init__(self, lengths):
+        generator = torch.Generator().manual_seed(2)
+        self.sequences = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in lengths]
+
+    def __len__(self):
+        return len(self.sequences)
+
+    def __getitem__(self, index):
+        return self.sequences[index], index % 2
+
+
+class SequenceClassifier(nn.Module):
+    """Classifier that reads the last outputs of padded sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        return self.head(self.layer(x)[0][torch.arange(len(lengths)), lengths - 1])
+
+
+def pad_to_multiple(samples, multiple):
+    """Return sequences padded to a multiple of a length, their lengths, and their labels."""
+    sequences, labels = zip(*samples, strict=True)
+    padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    padded = nn.functional.pad(padded, (0, 0, 0, -padded.shape[1] % multiple))
+    return padded, torch.tensor(list(map(len, sequences))), torch.tensor(labels)
+
+
+def train_on_sequences(lengths, multiple, world, shape=(1, 1, 1)):
+    """Return the shape of each padded batch and its loss."""
+    grid = nd.ProcessGrid(world, *shape)
+    torch.manual_seed(1)
+    net, results = SequenceClassifier().double(), []
+    model = ndt.distribute(net, [(3, 5, 3), (3,)], grid, dtype=[torch.float64, torch.int64], spatial=0)
+    optimizer, criterion = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    collate = partial(pad_to_multiple, multiple=multiple)
+    for x, n, labels in ndt.loader(Sequences(lengths), 3, grid=grid, collate_fn=collate, spatial=0):
+        loss = model.loss(criterion, model(x, n), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        results.append((*model.gather(x).shape, loss.item()))
+    return results
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize(("shape", "multiple"), select_cases([((1, 2, 1), 1), ((2, 1, 1), 8), ((2, 1, 2), 8)]))
+@pytest.mark.long
+def test_sequences_of_other_lengths_match_single_process(shape, multiple):
+    lengths = random.Random(SEED).choices(range(1, 9), k=4)
+    expected = train_on_sequences(lengths, multiple, None)
+    for actual in nd.loopback.run(
+        int(np.prod(shape)), lambda world: train_on_sequences(lengths, multiple, world, shape)
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_sequences_of_different_lengths_on_replicas_are_rejected():
+    message = (
+        r"rank 1: the list of sample shapes \(pad to equal sizes in collate_fn\) is \[\(5, 3\), \(\), \(\)\], but"
+        r" \[\(4, 3\), \(\), \(\)\] on rank 0"
+    )
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.loopback.run(2, lambda world: train_on_sequences([3, 4, 5], 1, world, (2, 1, 1)))
 
 
 def test_error_on_one_rank_ends_all():
