@@ -29,9 +29,11 @@ UNREACHABLE_TEXT = "cannot be reached"
 """Reason for the exclusion of a host that does not respond within SSH_TIMEOUT."""
 _PROBE_SCRIPT = (
     '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114;'
-    ' case "$4" in ""|*" ${SHELL##*/} "*) ;; *) exit 115;; esac'
+    ' case "$4" in ""|*" ${SHELL##*/} "*) exit 116;; *) exit 115;; esac'
 )
+_USABLE_EXIT_CODE = 116  # not 0, with which ssh ends if the host runs another command, or none
 _REASON_BY_EXIT_CODE: dict[int | None, str] = {
+    0: "does not run commands; correct its login shell, or the command of the key in its authorized_keys",
     113: f"has no {sys.executable} with neondist; install it there at the same path",
     114: "has a different version of neondist; install the same version",
     115: f"has a login shell that {UNUSABLE_SHELL_PROBLEM}",
@@ -313,4 +315,4 @@ def find_unusable_hosts(
         return await asyncio.gather(*map(check_host, hosts))
 
     codes = zip(hosts, asyncio.run(check_all_hosts()), strict=True)
-    return {host: _REASON_BY_EXIT_CODE.get(code, UNREACHABLE_TEXT) for host, code in codes if code != 0}
+    return {host: _REASON_BY_EXIT_CODE.get(code, UNREACHABLE_TEXT) for host, code in codes if code != _USABLE_EXIT_CODE}

@@ -214,9 +214,14 @@ def test_names_of_this_machine_need_no_ssh(tmp_path):
 
 
 def test_unusable_hosts(tmp_path, monkeypatch):
-    agent = write_script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
+    agent = write_script(
+        tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\n[ "$1" != c ] || exit 0\neval "$2"\n'
+    )
     env = {"PRTE_MCA_plm_ssh_agent": agent}
-    assert find_unusable_hosts(["a", "b", "c"], env) == {"b": "cannot be reached"}
+    reasons = find_unusable_hosts(["a", "b", "c"], env)  # the key of c has a command in authorized_keys
+    assert reasons.keys() == {"b", "c"}
+    assert reasons["b"] == "cannot be reached"
+    assert reasons["c"].startswith("does not run commands; correct")
     assert find_unusable_hosts(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}
     monkeypatch.setattr("neondist.version.__version__", "0.0.1")
     assert find_unusable_hosts(["a"], env) == {"a": "has a different version of neondist; install the same version"}

@@ -40,7 +40,7 @@ def test_changing_hosts(folder, capsys):
 
 def hide_neondist(folder, monkeypatch, host):
     """Let a host report that it has no neondist."""
-    (folder / "agent").write_text(f'#!/bin/sh\n[ "$1" != {host} ] || exit 113\n')
+    (folder / "agent").write_text(f'#!/bin/sh\n[ "$1" != {host} ] || exit 113\nexit 116\n')
     (folder / "agent").chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(folder / "agent"))
 

@@ -241,7 +241,7 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setattr("neondist.launcher.scaling.HOST_LIST_POLL_SECONDS", 0.01)
     monkeypatch.setattr("neondist.launcher.scaling.HOST_COOLDOWN_SECONDS", 0.05)
-    (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\n')
+    (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\nexit 116\n')
     (folder / "agent").chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
     (folder / "hosts").write_text("localhost:1\n")
