@@ -7,6 +7,7 @@ the underlying class, for callers that must not raise while other ranks send.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -172,12 +173,16 @@ def has_matplotlib() -> bool:
     """Return whether matplotlib can be imported; warn about a broken installation."""
     if find_module_spec("matplotlib") is None:
         return False
+    log, is_relevant = logging.getLogger("matplotlib"), lambda record: record.funcName != "_get_config_or_cache_dir"
+    log.addFilter(is_relevant)  # do not report a home folder that cannot be written
     try:
         import matplotlib.figure  # noqa: F401
     except Exception as error:  # a broken installation fails in many ways
         problem = f"{type(error).__name__}: {error}"
         say(f"warning: no pictures are drawn: matplotlib cannot be imported ({problem}); reinstall it", sys.stderr)
         return False
+    finally:
+        log.removeFilter(is_relevant)
     return True
 
 

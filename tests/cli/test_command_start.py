@@ -85,6 +85,20 @@ except nd.DataError as error:
 """
 
 
+@pytest.mark.long
+def test_home_folder_that_cannot_be_written():
+    """Draw pictures without the warning of matplotlib about its cache."""
+    pytest.importorskip("matplotlib")
+    code = "from neondist.io.files import has_matplotlib; assert has_matplotlib()"
+    unset = "MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"
+    env = {name: value for name, value in os.environ.items() if name not in unset} | {
+        "HOME": "/proc",
+        "NEONDIST_TESTS_HIDE": "",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_import_hooks_that_block_optional_packages():
     done = subprocess.run([sys.executable, "-c", BLOCKING_HOOK], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
