@@ -187,6 +187,8 @@ class LayerTask(Task):
     def _finish_backward(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace
         needs_dx = ctx.needs_input_gradient
+        if self._skips_backward(ctx):
+            return None
         if layer.gathered_gradient_array is not None and needs_dx:
             return self._gather_gradient(ctx, dy)
         if layer.scattered_output_array is not None:
@@ -204,6 +206,10 @@ class LayerTask(Task):
         return (
             self._copy_to_out(ctx, dview) if dview is not ctx.accessed_out and space.arena.blocks.owns(dview) else dview
         )
+
+    def _skips_backward(self, ctx: StepContext) -> bool:
+        """Return whether no gradient depends on the layer's backward reduction, which the plan does not count."""
+        return "backward" in self.reductions and not (ctx.needs_input_gradient or self.layer.params)
 
     def _copy_to_out(self, ctx: StepContext, array: Any) -> Any:
         """Return a copy in the memory of the result."""
@@ -241,7 +247,7 @@ class LayerTask(Task):
     def compute_partial_result(self, direction: str, ctx: StepContext, array: Any) -> Any:
         """Call the layer's reduce, or reduce_backward."""
         if direction == "backward":
-            return self.layer.reduce_backward(ctx, array)
+            return None if self._skips_backward(ctx) else self.layer.reduce_backward(ctx, array)
         with self._initial_state(ctx) if ctx.initial_state else nullcontext():
             return self.layer.reduce(ctx, array)
 

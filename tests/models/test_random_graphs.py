@@ -60,6 +60,9 @@ REGRESSION_CASES = {
         ],
         batch=1, steps=1,
     ),
+    "reduction before the backward pass of the first layer": Case(
+        (5, 1), [("OwnCenter", {"name": "a"})], batch=1, steps=1, grid=(1, 1, 1, 2),
+    ),
 }  # fmt: skip
 
 
@@ -70,8 +73,12 @@ def test_regressions(name):
 
 @pytest.mark.long
 def test_all_layers_are_drawn():
-    kinds = {kind for number in range(60) for kind, _ in list_leaves(draw_case(0, number).network)}
-    assert kinds == set(IMAGE_LAYERS)
+    missing = set(IMAGE_LAYERS)
+    for number in range(300):
+        missing -= {kind for kind, _ in list_leaves(draw_case(0, number).network)}
+        if not missing:
+            return
+    raise AssertionError(f"never drawn: {missing}")
 
 
 def test_drawing_is_deterministic():

@@ -213,6 +213,12 @@ def _padding_modules(
     if mode == "zeros":
         return [_torch_class("ConstantPad", shape)(flat_sides, fill)]
     class_prefix = {"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode]
+    turns = [tuple(n * (mode == "wrap" and side > n) for side in pair) for pair, n in zip(sides, shape, strict=False)]
+    if any(map(any, turns)):  # CircularPad wraps around only once: repeat the image first
+        remaining = [(a - m, b - n) for (a, b), (m, n) in zip(sides, turns, strict=True)]
+        repeated_shape = *(n + sum(turn) for n, turn in zip(shape, turns, strict=False)), shape[-1]
+        repeat_modules = _padding_modules(turns, shape, mode)  # type: ignore[arg-type]
+        return [*repeat_modules, *_padding_modules(remaining, repeated_shape, mode)]
     return [_torch_class(class_prefix, shape)(flat_sides)]
 
 

@@ -8,9 +8,10 @@ from availability import KERNEL_VARIANTS, make_backend
 
 import neondist as nd
 
+from . import own_layers
 from .case import Case, Grid, list_leaves
 
-EXECUTION_FIELDS = ("strips", "memory", "recompute", "accumulate")
+EXECUTION_FIELDS = ("strips", "memory", "recompute", "accumulate", "strategy", "sync")
 CONTAINERS = ("Sequential", "Sum", "Concat")
 
 
@@ -29,7 +30,8 @@ def build_node(node: Any, dist: bool) -> Any:
     arguments = dict(arguments)
     if "activation" in arguments:
         arguments["activation"] = getattr(nd, arguments["activation"])()
-    return getattr(nd, f"{kind}Layer{'Dist' if dist else ''}")(**arguments)
+    module = own_layers if kind.startswith("Own") else nd
+    return getattr(module, f"{kind}Layer{'Dist' if dist else ''}")(**arguments)
 
 
 def build_model(case: Case, dist: bool) -> Any:
@@ -40,10 +42,10 @@ def build_model(case: Case, dist: bool) -> Any:
 
 
 def _create_model(case: Case, dist: bool, scheme: str, with_execution: bool) -> Any:
-    name, arguments = case.optimizer
+    (name, arguments), (cost, cost_arguments) = case.optimizer, case.cost
     return (nd.ConvnetDist if dist else nd.Convnet)(
         build_nodes(case.network, dist),
-        cost=getattr(nd, case.cost)(),
+        cost=getattr(nd, cost)(**cost_arguments),
         optimizer=getattr(nd, name)(**arguments),
         seed=case.seed,
         backend=make_backend(case.backend if case.backend in KERNEL_VARIANTS else "numpy"),
@@ -76,6 +78,8 @@ def is_exact(case: Case) -> bool:
 def find_refusal(case: Case) -> nd.UserError | None:
     """Return the error of an invalid case, such as a layer that does not fit its input, or None."""
     try:
+        if case.accumulate > 1 and any(kind == "OwnCounter" for kind, _ in list_leaves(case.network)):
+            return nd.ConfigError("counts micro-batches")
         output = build_model(case, dist=False).plan(case.shape)
         if not output or not list_leaves(case.network):
             return nd.ConfigError("no layers")

@@ -42,7 +42,7 @@ class Case:
         Whether `nd.distribute` creates the distributed model, instead of Dist classes.
     layout : str
         Memory layout of images and gradients, one of `layouts.LAYOUTS`.
-    strips, memory, recompute, accumulate
+    strips, memory, recompute, accumulate, strategy, sync
         Execution options of the distributed model.
     perturbation : float
         Magnitude of a perturbation of the images, to measure the conditioning of a case.
@@ -59,7 +59,7 @@ class Case:
     backend: str = "numpy"
     dtype: str = "float64"
     twin: bool = False
-    cost: str = "SumSquared"
+    cost: tuple[str, dict[str, Any]] = ("SumSquared", {})
     optimizer: tuple[str, dict[str, Any]] = ("SGD", {"learning_rate": 0.01})
     layout: str = "plain"
     seed: int = 0
@@ -67,6 +67,8 @@ class Case:
     memory: str | None = None
     recompute: bool = False
     accumulate: int = 1
+    strategy: str | None = None
+    sync: str = "allreduce"
     perturbation: float = 0.0
 
     def program(self) -> str:

@@ -17,6 +17,11 @@ from .layouts import LAYOUTS
 Shape = tuple[int, ...]
 MAX_ARRAY_SIZE = 400
 """maximum number of elements of an activation"""
+PADDING_MODES = ["zeros", "zeros", "reflect", "replicate", "wrap"]
+STRATEGIES = [
+    "AllReduce(chunk_size=1)", "PartitionedAllReduce", "RandomAxisPartitionAR(seed=3)", "ShardedOptimizer", "PS",
+    "PSLoadBalancing", "PartitionedPS(local_proxy_variable=True)", "UnevenPartitionedPS", "Parallax(chunk_size=1)",
+]  # fmt: skip
 ACTIVATIONS = ["ReLU", "Tanh", "Logistic", "Softmax", "Identity"]
 EXACT_SCHEMES = [
     "halo", "halo(backward=auto)", "halo(backward=gather)", "deep_halo", "deep_halo(layers=9)", "overlap_tile",
@@ -68,8 +73,7 @@ class ChoiceSampler:
 
     def modes(self, ndim: int) -> Any:
         """Return a padding mode, or one per axis."""
-        choices = ["zeros", "zeros", "reflect", "replicate", "wrap"]
-        return self.pick(choices) if self.maybe(0.7) else tuple(self.pick(choices) for _ in range(ndim))
+        return self.pick(PADDING_MODES) if self.maybe(0.7) else tuple(self.pick(PADDING_MODES) for _ in range(ndim))
 
     def kernel(self, ndim: int) -> Any:
         """Return a kernel_size, rarely a large one."""
@@ -182,6 +186,11 @@ def draw_fc(d: ChoiceSampler, shape: Shape) -> dict[str, Any]:
     return arguments | _draw_bias(d) | _draw_activation_argument(d, arguments["out_features"])
 
 
+def draw_own_stencil(d: ChoiceSampler, shape: Shape) -> dict[str, Any]:
+    ndim = len(shape) - 1
+    return {"kernel_size": d.axes(ndim, 1, 3), "padding": d.axes(ndim, 0, 2), "mode": d.pick(PADDING_MODES)}
+
+
 def draw_nothing(d: ChoiceSampler, shape: Shape) -> dict[str, Any]:
     return {}
 
@@ -190,14 +199,18 @@ VECTOR_LAYERS: dict[str, Callable[[ChoiceSampler, Shape], dict[str, Any]]] = {
     "FC": draw_fc, "BatchNorm": draw_batch_norm, "GroupNorm": draw_group_norm, "LRN": draw_lrn,
     "Activation": lambda d, shape: {"activation": _draw_activation(d, shape[-1])},
     "Dropout": lambda d, shape: {"rate": d.pick([0.0, 0.3, 0.6])},
+    "OwnGain": draw_nothing, "OwnNoise": draw_nothing, "OwnCounter": draw_nothing, "OwnBatchCenter": draw_nothing,
+    "OwnProjection": lambda d, shape: {"out_features": d.int(1, 4)},
+    "OwnSpread": lambda d, shape: {"extent": tuple(d.int(1, 6) for _ in range(d.int(1, 3)))},
 }  # fmt: skip
 IMAGE_LAYERS = VECTOR_LAYERS | {
     "Conv": draw_conv, "Deconv": draw_deconv,
     "MaxPooling": draw_pooling, "AvgPooling": draw_avg_pooling, "L2Pooling": draw_pooling,
     "Upsample": draw_upsample, "Pad": draw_pad, "Crop": draw_crop, "LocalFiltering": draw_local_filtering,
     "LCN": draw_lcn, "InstanceNorm": draw_instance_norm, "GlobalAvgPooling": draw_nothing,
+    "OwnStencil": draw_own_stencil, "OwnCellGain": draw_nothing, "OwnCenter": draw_nothing, "OwnMoment": draw_nothing,
 }  # fmt: skip
-IMAGE_TO_VECTOR_LAYERS = ("FC", "GlobalAvgPooling")
+IMAGE_TO_VECTOR_LAYERS = ("FC", "GlobalAvgPooling", "OwnProjection", "OwnMoment")
 WINDOWED_LAYERS = (
     "Conv",
     "Deconv",
@@ -209,6 +222,7 @@ WINDOWED_LAYERS = (
     "Crop",
     "LocalFiltering",
     "LCN",
+    "OwnStencil",
 )
 DRAW_WEIGHTS = {"Conv": 6, "Deconv": 2, "MaxPooling": 2, "LocalFiltering": 1.5}
 
@@ -231,14 +245,15 @@ def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) 
     network, output_shape = _draw_chain(d, shape, d.int(1, 4), depth=2, schemes=schemes)
     if d.maybe(0.4) and len(output_shape) > 1:
         network, output_shape = _append_layer(d, network, output_shape, d.pick(IMAGE_TO_VECTOR_LAYERS), schemes)
+    if d.maybe(0.2) and len(output_shape) == 1:
+        network, output_shape = _append_layer(d, network, output_shape, "OwnSpread", schemes)
+        added, output_shape = _draw_chain(d, output_shape, 1, depth=1, schemes=schemes)
+        network = network + added
     if not list_leaves(network):
         return None
     replicas = max(grid[0], other[0])
     batch = d.int(replicas, max(5, replicas))
     memory_steps = approximate and 3  # stateful schemes have different first steps
-    costs = ["SumSquared"]
-    if output_shape[-1] > 1:  # a softmax of a single output is rejected
-        costs += ["CrossEntropy", "Dice"] if len(output_shape) > 1 else ["CrossEntropy"]
     case = Case(
         shape=shape,
         network=network,
@@ -251,12 +266,16 @@ def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) 
         backend=d.pick(["numpy", "torch", "torch throughout"]),
         dtype="float32" if d.maybe(0.15) else "float64",
         twin=d.maybe(0.3),
-        cost=d.pick(costs),
+        cost=draw_cost(d, output_shape),
         optimizer=d.pick([
             ("SGD", {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.01}),
             ("SGD", {"learning_rate": 0.01, "momentum": 0.5, "nesterov": True}),
             # a large eps, or Adam amplifies rounding errors of zero gradients, as of a bias before batch norm
             ("Adam", {"learning_rate": 0.01, "eps": 1e-3}),
+            ("Adam", {"learning_rate": 0.01, "eps": 1e-3, "clip_norm": 0.1, "ema": 0.9}),
+            ("AdamW", {"learning_rate": 0.01, "eps": 1e-3, "weight_decay": 0.1}),
+            ("RMSprop", {"learning_rate": 0.01, "eps": 1e-2, "momentum": 0.5, "centered": True}),
+            ("SGD", {"learning_rate": 0.01, "clip_norm": 0.05, "weight_decay": 0.1}),
         ]),
         layout=d.pick(LAYOUTS) if d.maybe(0.6) else "plain",
         seed=d.int(0, 999),
@@ -266,12 +285,32 @@ def _draw_case(d: ChoiceSampler, grids: Sequence[Grid], others: Sequence[Grid]) 
         "memory": "1TiB" if d.maybe(0.5) else None,  # with `strips`, streams from the image as far as possible
         "recompute": d.maybe(0.3),
         "accumulate": d.int(2, 3) if d.maybe(0.2) else 1,
+        "strategy": d.pick(STRATEGIES) if d.maybe(0.3) else None,
+        "sync": "bucketed" if d.maybe(0.2) else "allreduce",
     }
     for scheme in (case.scheme, "halo"):  # not every network supports all schemes and execution options
         for options in (execution, {"strips": execution["strips"], "memory": execution["memory"]}):
             if find_refusal(case.replace(scheme=scheme, **options)) is None:
                 return case.replace(scheme=scheme, **options)
     return None
+
+
+def draw_cost(d: ChoiceSampler, output_shape: Shape) -> tuple[str, dict[str, Any]]:
+    """Return a cost and its arguments."""
+    outputs = output_shape[-1]
+    ignored = {"ignore_index": d.int(0, 1)} if d.maybe(0.3) else {}
+    weights = {"class_weights": [0.5 + d.int(0, 3) for _ in range(outputs)]} if d.maybe(0.3) else {}
+    smoothing = {"label_smoothing": 0.1} if d.maybe(0.3) else {}
+    costs = [("SumSquared", {}), ("SumSquared", {}), ("MSE", {}), ("MAE", {}), ("Huber", {"delta": 0.5})]
+    costs += [("BCE", ({"pos_weight": 2.5} if d.maybe() else {}) | ignored)]
+    if outputs > 1:  # a softmax of a single output is rejected
+        costs += [
+            ("CrossEntropy", weights | ignored | smoothing),
+            ("Focal", {"gamma": d.int(0, 2)} | weights | ignored),
+        ]
+    if outputs > 1 and len(output_shape) > 1:
+        costs += [("Dice", ignored), ("DiceCE", {"dice_weight": 0.5} | weights | ignored | smoothing)]
+    return d.pick(costs)
 
 
 def _draw_chain(
@@ -286,7 +325,7 @@ def _draw_chain(
         elif depth and d.maybe(0.06):
             nodes.append(draw_identity(d))
         else:
-            kinds = list(IMAGE_LAYERS) if len(shape) > 1 else list(VECTOR_LAYERS)
+            kinds = [kind for kind in IMAGE_LAYERS if kind != "OwnSpread"] if len(shape) > 1 else list(VECTOR_LAYERS)
             weights = np.array(
                 [0.3 if kind in IMAGE_TO_VECTOR_LAYERS and depth else DRAW_WEIGHTS.get(kind, 1) for kind in kinds]
             )
@@ -315,7 +354,7 @@ def _find_output_shape(layer: tuple[str, dict[str, Any]], shape: Shape) -> Shape
         created = build_node(layer, dist=False)
         output = created.output_shape_for(shape)
         sizes = [prod(output), *(prod(p.shape) // 8 for p in created.parameters_for(shape).values())]
-        nd.Convnet([created]).plan(shape)
+        (nd.Convnet if len(shape) > 1 else nd.MLP)([created]).plan(shape)
     except nd.UserError:
         return None
     return output if max(sizes) <= MAX_ARRAY_SIZE else None

@@ -14,6 +14,7 @@ from .case import Case, Grid
 from .layouts import apply_layout, draw_values
 
 Arrays = dict[str, np.ndarray]
+REGRESSIONS = ("SumSquared", "MSE", "MAE", "Huber")
 
 
 class Mismatch(AssertionError):
@@ -59,9 +60,9 @@ class CaseData:
     def targets(self, number: int, samples: int) -> np.ndarray:
         """Return labels, or target outputs."""
         rng = np.random.default_rng([self.case.seed, 200 + number])
-        if self.case.cost == "SumSquared":
+        if self.case.cost[0] in REGRESSIONS:
             return rng.normal(size=(samples, *self.output_shape))
-        return rng.integers(0, self.output_shape[-1], (samples, *self.output_shape[:-1]))
+        return rng.integers(0, max(2, self.output_shape[-1]), (samples, *self.output_shape[:-1]))
 
 
 def draw_state(case: Case) -> tuple[Arrays, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import neondist as nd
 
+from . import own_layers
 from .case import Case
 
 Tensor = torch.Tensor
@@ -41,6 +42,7 @@ class Oracle:
             key: t.requires_grad_() for key, t in self.tensors.items() if not key.endswith(("/mean", "/var"))
         }
         name, arguments = case.optimizer
+        self.clip_norm = arguments.get("clip_norm")
         self.optimizer = _create_optimizer(name, dict(arguments), list(self.trained.values())) if self.trained else None
 
     def forward(self, x: Tensor, training: bool) -> Tensor:
@@ -50,14 +52,8 @@ class Oracle:
 
     def cost(self, y: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cost of a batch."""
-        if self.case.cost == "SumSquared":
-            return ((y - targets) ** 2).sum() / 2 / len(y)
-        if self.case.cost == "Dice":
-            p, t = torch.softmax(y, -1), F.one_hot(targets, y.shape[-1])
-            cells = tuple(range(1, y.ndim - 1))
-            total, overlap = ((p + t).sum(cells), (p * t).sum(cells)) if cells else (p + t, p * t)
-            return ((total - 2 * overlap) / (total + 1)).mean()
-        return F.cross_entropy(y.flatten(0, -2), targets.flatten())
+        name, arguments = self.case.cost
+        return getattr(self, f"_{name.lower()}")(y, targets, **arguments)
 
     def train(self, x: Tensor, targets: Tensor) -> float:
         """Train on one batch and return its cost."""
@@ -66,9 +62,65 @@ class Oracle:
         loss = self.cost(self.forward(x, training=True), targets)
         if self.optimizer is not None:
             loss.backward()
+            for tensor in self.trained.values():  # neondist updates all parameters, also of layers without an effect
+                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(list(self.trained.values()), self.clip_norm)
             self.optimizer.step()
         self.step += 1
         return float(loss.detach())
+
+    def _sumsquared(self, y: Tensor, targets: Tensor) -> Tensor:
+        return ((y - targets) ** 2).sum() / 2 / len(y)
+
+    def _mse(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(y, targets)
+
+    def _mae(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.l1_loss(y, targets)
+
+    def _huber(self, y: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
+        return F.huber_loss(y, targets, delta=delta)
+
+    def _bce(self, y: Tensor, targets: Tensor, pos_weight: Any = None, ignore_index: int = -100) -> Tensor:
+        counted = (targets != ignore_index)[..., None].expand_as(y)
+        labels = targets if y.shape[-1] == 1 else torch.where(targets == ignore_index, 0, targets)
+        t = labels[..., None] if y.shape[-1] == 1 else F.one_hot(labels, y.shape[-1])
+        weight = None if pos_weight is None else torch.tensor(pos_weight, dtype=y.dtype)
+        losses = F.binary_cross_entropy_with_logits(y, t.to(y.dtype), reduction="none", pos_weight=weight)
+        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
+
+    def _crossentropy(self, y: Tensor, targets: Tensor, class_weights: Any = None, ignore_index: int = -100,
+                      label_smoothing: float = 0.0) -> Tensor:  # fmt: skip
+        y, targets = y.flatten(0, -2), targets.flatten()
+        weights = None if class_weights is None else torch.tensor(class_weights, dtype=y.dtype)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        if bool((targets == ignore_index).all()):  # a mean of 0, not NaN
+            return 0 * y.sum()
+        return F.cross_entropy(y, targets, weights, **options)
+
+    def _focal(self, y: Tensor, targets: Tensor, gamma: float = 2.0, class_weights: Any = None,
+               ignore_index: int = -100) -> Tensor:  # fmt: skip
+        y, targets = y.flatten(0, -2), targets.flatten()
+        counted = targets != ignore_index
+        labels = torch.where(counted, targets, 0)
+        log_p = F.log_softmax(y, 1).gather(1, labels[:, None])[:, 0]
+        weights = torch.ones(y.shape[1]) if class_weights is None else torch.tensor(class_weights)
+        weights = weights.to(y.dtype)[labels] * counted
+        return -(weights * (1 - log_p.exp()) ** gamma * log_p).sum() / weights.sum().clamp(min=1e-30)
+
+    def _dice(self, y: Tensor, targets: Tensor, smooth: float = 1.0, ignore_index: int = -100) -> Tensor:
+        counted = (targets != ignore_index)[..., None]
+        p, t = torch.softmax(y, -1), F.one_hot(torch.where(targets == ignore_index, 0, targets), y.shape[-1])
+        cells = tuple(range(1, y.ndim - 1))
+        total, overlap = (p + t) * counted, p * t * counted
+        total, overlap = (total.sum(cells), overlap.sum(cells)) if cells else (total, overlap)
+        return ((total - 2 * overlap) / (total + smooth)).mean()
+
+    def _dicece(self, y: Tensor, targets: Tensor, dice_weight: float = 1.0, ce_weight: float = 1.0,
+                ignore_index: int = -100, **arguments: Any) -> Tensor:  # fmt: skip
+        dice = self._dice(y, targets, ignore_index=ignore_index)
+        return dice_weight * dice + ce_weight * self._crossentropy(y, targets, ignore_index=ignore_index, **arguments)
 
     def _node(self, node: Any, x: Tensor) -> Tensor:
         if isinstance(node, list):
@@ -227,15 +279,57 @@ class Oracle:
         return v * torch.where(divisor > 0, 1 / torch.where(divisor > 0, divisor, 1.0), 0.0)
 
     def Dropout(self, x: Tensor, layer: str, rate: float = 0.5) -> Tensor:
-        return x * _draw_dropout_mask(layer, rate, self.case.seed, self.step, x) if self.training else x
+        return x * self._draw_factors(nd.DropoutLayer(rate, name=layer), x) if self.training else x
+
+    def OwnNoise(self, x: Tensor, layer: str) -> Tensor:
+        return x * self._draw_factors(own_layers.OwnNoiseLayer(name=layer), x) if self.training else x
+
+    def OwnStencil(self, x: Tensor, layer: str, kernel_size: Any, padding: Any = 0, mode: Any = "zeros") -> Tensor:
+        taps = self._parameter(layer, "taps").movedim(-1, 0)[:, None]
+        conv = (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3]
+        return conv(_pad(x, padding, mode).contiguous(), taps.contiguous(), groups=len(taps)) ** 2 / 4
+
+    def OwnGain(self, x: Tensor, layer: str) -> Tensor:
+        return x * _broadcast_channels(self._parameter(layer, "gain"), x)
+
+    def OwnCellGain(self, x: Tensor, layer: str) -> Tensor:
+        return x * self._parameter(layer, "gain").movedim(-1, 0)
+
+    def OwnProjection(self, x: Tensor, layer: str, out_features: int) -> Tensor:
+        return x.movedim(1, -1).flatten(1) @ self._parameter(layer, "weights")
+
+    def OwnCenter(self, x: Tensor, layer: str) -> Tensor:
+        return x - x.flatten(2).mean(2)[(..., *(None,) * (x.ndim - 2))]
+
+    def OwnBatchCenter(self, x: Tensor, layer: str) -> Tensor:
+        mean = running = self._parameter(layer, "mean")
+        if self.training:
+            mean = x.movedim(1, 0).flatten(1).mean(1)
+            running += 0.25 * (mean.detach() - running)
+        return x - _broadcast_channels(mean, x)
+
+    def OwnCounter(self, x: Tensor, layer: str) -> Tensor:
+        count = self._parameter(layer, "mean")
+        if self.training:
+            count += 1
+        return x / (2 + float(abs(count)))
+
+    def OwnMoment(self, x: Tensor, layer: str) -> Tensor:
+        return (x * _ramp(x.shape[2:])).flatten(2).sum(2)
+
+    def OwnSpread(self, x: Tensor, layer: str, extent: Any) -> Tensor:
+        return x[(..., *(None,) * len(extent))] * _ramp(extent)
+
+    def _draw_factors(self, layer: nd.Layer, x: Tensor) -> Tensor:
+        """Return the random factors of a layer, as its output for an input of ones."""
+        model = nd.Convnet([layer], seed=self.case.seed, dtype="float64", backend="numpy")
+        model.build((*x.shape[2:], x.shape[1]), len(x))
+        model.step = self.step
+        return torch.tensor(model.fprop(np.ones((len(x), *x.shape[2:], x.shape[1])))).movedim(-1, 1)
 
 
-def _draw_dropout_mask(layer: str, rate: float, seed: int, step: int, x: Tensor) -> Tensor:
-    """Return the dropout mask of a layer, as its output for an input of ones."""
-    model = nd.Convnet([nd.DropoutLayer(rate, name=layer)], seed=seed, dtype="float64", backend="numpy")
-    model.build((*x.shape[2:], x.shape[1]), len(x))
-    model.step = step
-    return torch.tensor(model.fprop(np.ones((len(x), *x.shape[2:], x.shape[1])))).movedim(-1, 1)
+def _ramp(extent: Any) -> Tensor:
+    return torch.tensor(own_layers.ramp(nd.Box((0,) * len(extent), tuple(extent)))[..., 0])
 
 
 def _per_axis(value: Any, ndim: int) -> tuple[int, ...]:
@@ -293,8 +387,7 @@ def _to_channels_last(y: Tensor) -> Tensor:
 
 def _create_optimizer(name: str, arguments: dict[str, Any], tensors: list[Tensor]) -> torch.optim.Optimizer:
     rate = arguments.pop("learning_rate")
-    if name == "Adam":
-        return torch.optim.Adam(
-            tensors, rate, (arguments.pop("beta1", 0.9), arguments.pop("beta2", 0.999)), **arguments
-        )
-    return torch.optim.SGD(tensors, rate, **arguments)
+    arguments.pop("clip_norm", None)
+    arguments.pop("ema", None)  # has no effect on training
+    betas = {"betas": (arguments.pop("beta1", 0.9), arguments.pop("beta2", 0.999))} if name.startswith("Adam") else {}
+    return getattr(torch.optim, name)(tensors, rate, **betas, **arguments)

@@ -11,7 +11,7 @@ from .build import CONTAINERS, find_refusal
 from .case import Case
 
 ONE_RANK = (1, 1, 1, 1)
-REQUIRED = ("name", "out_channels", "kernel_size", "out_features", "factor", "cropping")
+REQUIRED = ("name", "out_channels", "kernel_size", "out_features", "factor", "cropping", "extent")
 """required arguments of layers"""
 
 
@@ -56,12 +56,14 @@ def generate_smaller(case: Case) -> Iterator[Case]:
         "layout": "plain",
         "backend": "numpy",
         "scheme": "halo",
-        "cost": "SumSquared",
+        "cost": ("SumSquared", {}),
         "seed": 0,
         "strips": None,
         "memory": None,
         "recompute": False,
         "accumulate": 1,
+        "strategy": None,
+        "sync": "allreduce",
     }
     defaults["optimizer"] = ("SGD", {"learning_rate": 0.01})
     for field, value in defaults.items():

@@ -1,10 +1,16 @@
 """Conversion of neondist models to PyTorch modules, in float64: equal results, or a rejection by name."""
 
+import os
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import graphs.build  # noqa: E402
+from graphs.case import list_leaves  # noqa: E402
+from graphs.draw import draw_case  # noqa: E402
+from graphs.execution import draw_state  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_conversion import assert_all_close, assert_close, draw_tensor, run_model, run_module, to_channels_last  # noqa: E402
 
@@ -48,6 +54,7 @@ LAYERS = {
     "upsample, volumes": ([nd.UpsampleLayer((1, 2, 3), "bilinear")], (3, 4, 2, 4)),
     "pad and crop": ([nd.PadLayer(((1, 2), (0, 3)), fill=0.5), nd.CropLayer(((0, 2), (3, 1)))], IMAGE),
     "pad, wrap": ([nd.PadLayer(((1, 2), (0, 3)), "wrap")], IMAGE),
+    "pad, wrap several times": ([nd.PadLayer(((7, 2), (0, 9)), "wrap")], (3, 4, 2)),
     "containers": (
         [
             [nd.ConvLayer(4, 3, padding=1), []],
@@ -76,6 +83,23 @@ def test_layers(name):
     expected = run_model(model, (2, shape[-1], *shape[:-1]))
     assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())  # no memory is shared
     assert_all_close(run_module(module, (2, shape[-1], *shape[:-1])), expected)
+
+
+@pytest.mark.long
+def test_generated_networks():
+    for number in range(40):
+        case = draw_case(int(os.environ["NEONDIST_SEED"]), number).replace(dtype="float64")
+        if any(kind.startswith(("Own", "Dropout")) for kind, _ in list_leaves(case.network)):
+            continue
+        model = graphs.build.build_model(case, dist=False)
+        model.build(case.shape, 2)
+        model.load_state(draw_state(case)[0])
+        module, shape = ndt.to_torch(model), (2, case.shape[-1], *case.shape[:-1])
+        expected = run_model(model, shape)
+        if max(np.abs(array).max(initial=0) for array in expected) < 1e6:  # else badly conditioned
+            for actual, array in zip(run_module(module, shape), expected, strict=True):
+                scale = max(1.0, np.abs(array).max(initial=0))
+                np.testing.assert_allclose(actual, array, rtol=0, atol=1e-8 * scale, err_msg=case.program())
 
 
 def test_no_gradient_where_all_squares_are_zero():
