@@ -21,6 +21,7 @@ from ..errors import ConfigError, LaunchError, UserError
 from ..launcher.launch import FORCE_HINT
 from ..launcher.workers import SERVERS_VARIABLE
 from ..registry import suggest
+from ..terminal.console import counted
 
 _IMPORT_LOCK = threading.Lock()  # ranks may be threads
 
@@ -49,8 +50,8 @@ def load_and_validate(arguments: argparse.Namespace, world: Transport, ranks: in
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
-                f"{ranks} ranks are more than the {cells} cells of an image, so some ranks would have no cells; give at"
-                f" most {replicas * cells} ranks, or more replicas; {FORCE_HINT}"
+                f"{ranks} ranks for images of {counted(cells, 'cell')}, so some ranks would have no cells; give at most"
+                f" {counted(replicas * cells, 'rank')}, or more replicas; {FORCE_HINT}"
             )
 
     return load_experiment_on_all_ranks(arguments, world, check_model)

@@ -151,6 +151,10 @@ class Window:
                 f"a {self.ndim}-D window does not fit extent {tuple(extent)}; give the window one entry per axis"
             )
         for axis, (n, sides) in enumerate(zip(extent, self.padding, strict=True)):
+            if self.span[axis] == 1 > n + sum(sides):
+                raise ShapeError(
+                    f"cropping {-sum(sides)} of {counted(n, 'cell')} on axis {axis} leaves none; crop less"
+                )
             if self.span[axis] > n + sum(sides):
                 raise ShapeError(
                     f"kernel_size {self.kernel} (dilation {self.dilation}) spans {self.span[axis]} cells on axis"

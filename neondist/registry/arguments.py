@@ -243,6 +243,6 @@ def plain_value_remedy(value: Any, hint: Any) -> str:
         except ValueError:
             return ""
         return "; remove the quotes"
-    if isinstance(value, float) and int in choices and value.is_integer():
+    if isinstance(value, float) and int in choices and value.is_integer() and int(value) in _INTEGER_RANGE:
         return f"; write {int(value)}"
     return ""

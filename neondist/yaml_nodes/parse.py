@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -61,6 +62,9 @@ def _compose_yaml_graph(text: str, line_location: Locator, path: str) -> yaml.No
         if context_mark and context_mark.line != line and str(error.context).startswith("while"):
             problem += f", {error.context} that starts on line {context_mark.line + 1}"
         remedy = "; indent with spaces, not tabs" if "'\\t'" in problem else "; check indentation, brackets and colons"
+        if context_mark and problem_mark:  # a tag includes the bracket that follows it
+            tag = re.search(r"(!\w+)[\]},]", text[context_mark.index : problem_mark.index + 1])
+            remedy = f"; write {tag[1]} {{}}, with braces after the tag" if tag else remedy
         raise ConfigError(format_message(line_location(line), path, f"not valid YAML: {problem}{remedy}")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)

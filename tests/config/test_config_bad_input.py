@@ -198,6 +198,14 @@ CASES = {
         "exp.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>', while parsing a flow sequence that"
         " starts on line 2; check indentation, brackets and colons",
     ),
+    "tags without braces": (
+        "!ToyExperiment\nmetrics: [!F1, !ROCAUC]\n",
+        "exp.yaml:2: not valid YAML: expected ',' or ']', but got '<tag>'; write !F1 {}, with braces after the tag",
+    ),
+    "tag before a brace": (
+        "!ToyExperiment\nmodel: {cost: !MSE}\n",
+        "exp.yaml:2: not valid YAML: expected ' ', but found '}'; write !MSE {}, with braces after the tag",
+    ),
     "open quote": (
         "!ToyExperiment\nepochs: 'a\nmodel: 2\nanything: 3\n",
         "exp.yaml:5: not valid YAML: found unexpected end of stream, while scanning a quoted scalar that starts on line"

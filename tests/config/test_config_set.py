@@ -92,6 +92,10 @@ def test_later_settings_win_and_empty_values_are_null():
             "--set model.layers.0.out_channels=0: model.layers.0.out_channels: out_channels 0 must be at least 1",
         ),
         (
+            "epochs=1e30",
+            "--set epochs=1e30: epochs: expected an integer, got 1e+30",
+        ),
+        (
             "epochs=[1",
             "--set epochs=[1: epochs: not valid YAML: expected ',' or ']', but got '<stream end>'; check indentation,"
             " brackets and colons",

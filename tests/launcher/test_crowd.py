@@ -60,8 +60,5 @@ def test_rank_limits_of_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(threads, "count_cores", lambda process=0: 10_000)
     monkeypatch.setattr(memory, "free_bytes", lambda: None)
     assert main(["run", "toy.yaml", "-n", "121"]) == 2
-    assert (
-        "error: 121 ranks are more than the 120 cells of an image, so some ranks would have no cells"
-        in capsys.readouterr().err
-    )
+    assert "error: 121 ranks for images of 120 cells, so some ranks would have no cells" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["toy.yaml"]

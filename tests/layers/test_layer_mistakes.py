@@ -42,7 +42,7 @@ MISTAKES = {
     "factor": (lambda: nd.UpsampleLayer(0), ConfigError, "factor 0"),
     "factors": (lambda: build_convnet(nd.UpsampleLayer((2, 2, 2))), ConfigError, "one for each of 2 axes"),
     "upsample mode": (lambda: nd.UpsampleLayer(2, "cubic"), ConfigError, "choose from nearest, bilinear"),
-    "crop": (lambda: build_convnet(nd.CropLayer(4)), ShapeError, "layer 0 'crop1'"),
+    "crop": (lambda: build_convnet(nd.CropLayer(4)), ShapeError, "layer 0 'crop1' .* leaves none; crop less"),
     "negative crop": (lambda: nd.CropLayer(-1), ConfigError, "use PadLayer"),
     "negative padding": (
         lambda: build_convnet(nd.ConvLayer(1, 3, padding=-1)),

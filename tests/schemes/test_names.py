@@ -69,6 +69,8 @@ def test_yaml_round_trip(tmp_path):
     ("model", "layer", "message"),
     [
         ("towr", "halo", r"a.yaml:\d+: model.*scheme 'towr' is unknown; did you mean 'tower'"),
+        ("every(j=0)", "halo", r"a.yaml:\d+: model.scheme: scheme 'every\(j=0\)': Every: j: expected"),
+        ("halo", "every(j=0)", r"a.yaml:6: model.layers.0.scheme: scheme 'every\(j=0\)': Every: j: expected"),
         ("halo", "!Tower {fill: mirror}", r"a.yaml:6: model.layers.0.scheme.fill: expected .*'replicate'.*mirror"),
         ("halo", "7", r"a.yaml:6: model.layers.0.scheme: expected an object \(!"),
     ],

@@ -50,7 +50,10 @@ def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
             raise ConfigError(
                 f"scheme '{scheme}': {name} has no argument '{key}'{suggest(key, parameters) or '; it takes none'}"
             )
-    return classes_by_name[name](**values)
+    try:
+        return classes_by_name[name](**values)
+    except ConfigError as error:
+        raise ConfigError(f"scheme '{scheme}': {error}") from None
 
 
 def _parse_value(value_text: str) -> object:

@@ -322,7 +322,8 @@ class Oracle:
 
     def _draw_factors(self, layer: nd.Layer, x: Tensor) -> Tensor:
         """Return the random factors of a layer, as its output for an input of ones."""
-        model = nd.Convnet([layer], seed=self.case.seed, dtype="float64", backend="numpy")
+        model_class = nd.Convnet if x.ndim > 2 else nd.MLP
+        model = model_class([layer], seed=self.case.seed, dtype="float64", backend="numpy")
         model.build((*x.shape[2:], x.shape[1]), len(x))
         model.step = self.step
         return torch.tensor(model.fprop(np.ones((len(x), *x.shape[2:], x.shape[1])))).movedim(-1, 1)
