@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from availability import KERNEL_VARIANTS, make_backend
@@ -83,6 +84,9 @@ def find_refusal(case: Case) -> nd.UserError | None:
         output = build_model(case, dist=False).plan(case.shape)
         if not output or not list_leaves(case.network):
             return nd.ConfigError("no layers")
+        normalised = [prod(plan.input_shape[:-1]) for plan in output if plan.class_name == "BatchNormLayer"]
+        if case.last_batch == 1 in normalised:
+            return nd.ConfigError("a batch with one value per channel")
         for grid in (case.grid, case.second_grid):
             build_model(case, dist=True).plan(case.shape, make_grid_shape(grid), case.batch)
             if case.batch < grid[0]:
