@@ -14,7 +14,7 @@ class Observer:
     'reduce' (allreduce), 'redistribute' (of a vector), 'wait' (inside MPI), 'cost', 'sync' (of gradients), 'update'.
     """
 
-    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, event: str, name: str, direction: str, subject: Any) -> None:
         """Start of an event, for the layer of this name, if any, in the 'forward' or 'backward' pass.
 
         Parameters
@@ -23,7 +23,7 @@ class Observer:
             Subject of a 'wait': messages, or the comm.GROUP_NAMES group of a reduction.
         """
 
-    def on_end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, event: str, name: str, direction: str) -> None:
         """End of an event, even after failure."""
 
     def on_value(self, layer: Any, name: str, array: Any) -> None:
@@ -52,9 +52,9 @@ class Observers:
         for observer in self.observers:
             observer.on_value(layer, name, array)
 
-    def observe(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> EventScope:
+    def observe(self, event: str, name: str = "", direction: str = "", subject: Any = None) -> EventScope:
         """Return a context manager that notifies all observers of the start and end of an event."""
-        return EventScope(self.observers, what, name, direction, subject)
+        return EventScope(self.observers, event, name, direction, subject)
 
     def add(self, *observers: Observer) -> None:
         """Add observers; they do not see the end of events in progress."""
@@ -77,15 +77,15 @@ class Observers:
 class EventScope:
     """Context manager of one event; a class, because a generator is slower."""
 
-    __slots__ = "direction", "name", "observers", "subject", "what"
+    __slots__ = "direction", "event", "name", "observers", "subject"
 
-    def __init__(self, observers: Sequence[Observer], what: str, name: str, direction: str, subject: Any) -> None:
-        self.observers, self.what, self.name, self.direction, self.subject = observers, what, name, direction, subject
+    def __init__(self, observers: Sequence[Observer], event: str, name: str, direction: str, subject: Any) -> None:
+        self.observers, self.event, self.name, self.direction, self.subject = observers, event, name, direction, subject
 
     def __enter__(self) -> None:
         for observer in self.observers:
-            observer.on_begin(self.what, self.name, self.direction, self.subject)
+            observer.on_begin(self.event, self.name, self.direction, self.subject)
 
     def __exit__(self, *error: object) -> None:
         for observer in reversed(self.observers):
-            observer.on_end(self.what, self.name, self.direction)
+            observer.on_end(self.event, self.name, self.direction)

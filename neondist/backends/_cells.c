@@ -44,8 +44,8 @@ typedef struct {
     char *data[ARRAYS];
     Py_ssize_t extent[AXES], stride[ARRAYS][AXES], group_step[ARRAYS], step[ARRAYS];
     Py_ssize_t groups, runs, cells, channels, chunk, pieces, width, shares, next;
-    const void *by;
-    double low, *totals; /* for every share: a count, and sums of the channels */
+    const void *coefficient_rows;
+    double lower_bound, *totals; /* for every share: a count, and sums of the channels */
     Py_ssize_t totals_length, row_bytes;
     char *rows;
 } Job;
@@ -86,8 +86,8 @@ typedef void (*Start)(void (*)(void *), void *, unsigned, unsigned);
 /* Run the job, and add the results of its shares; -1: no memory. */
 static int run_job(Job *job, double *sums, int threads, Start start) {
     const Py_ssize_t channels = job->channels, group_cells = job->runs * job->cells;
-    int several = start != NULL && threads > 1 && job->groups * group_cells * channels >= MIN_THREADED;
-    job->shares = several && job->groups % threads ? threads : 1;
+    int use_threads = start != NULL && threads > 1 && job->groups * group_cells * channels >= MIN_THREADED;
+    job->shares = use_threads && job->groups % threads ? threads : 1;
     const Py_ssize_t all = job->groups * job->shares;
     /* moments need memory for the moments of a block, and for its origin */
     job->totals_length = job->sums ? 1 + (job->kernel == MOMENTS ? 6 : job->sums) * channels : 0;
@@ -100,18 +100,18 @@ static int run_job(Job *job, double *sums, int threads, Start start) {
         free(job->rows);
         return -1;
     }
-    if (several)
+    if (use_threads)
         start(process_shares, job, MIN((Py_ssize_t)threads, all), 0);
     else
         process_shares(job);
     for (Py_ssize_t number = 0; number < all && job->sums; number++) {
         double *totals = job->totals + number * job->totals_length;
-        double *whole = job->totals + number / job->shares * job->shares * job->totals_length;
-        if (totals != whole && job->kernel == MOMENTS && totals[0])
-            merge(whole, totals[0], totals + 1, totals + 1 + channels, channels);
-        else if (totals != whole && job->kernel != MOMENTS)
+        double *group_totals = job->totals + number / job->shares * job->shares * job->totals_length;
+        if (totals != group_totals && job->kernel == MOMENTS && totals[0])
+            merge(group_totals, totals[0], totals + 1, totals + 1 + channels, channels);
+        else if (totals != group_totals && job->kernel != MOMENTS)
             for (Py_ssize_t i = 1; i < job->totals_length; i++)
-                whole[i] += totals[i];
+                group_totals[i] += totals[i];
     }
     for (Py_ssize_t group = 0; group < job->groups && job->sums; group++)
         memcpy(sums + group * job->sums * channels, job->totals + group * job->shares * job->totals_length + 1,
@@ -121,18 +121,18 @@ static int run_job(Job *job, double *sums, int threads, Start start) {
     return 0;
 }
 
-static int is(const Py_buffer *view, char letter) {
+static int has_type(const Py_buffer *view, char letter) {
     const char *format = view->format;
     return format != NULL && (*format == '@' || *format == '=' ? format[1] : format[0]) == letter;
 }
 
-static int whole(const Py_buffer *view) { return PyBuffer_IsContiguous(view, 'C'); }
+static int is_contiguous(const Py_buffer *view) { return PyBuffer_IsContiguous(view, 'C'); }
 
 /* Describe the arrays in the job; 0: they are not supported. */
 static int describe(Job *job, const Py_buffer *views) {
     const Py_buffer *first = views;
     const int last = first->ndim - 1, by_sample = job->groups > 1 || (last > 0 && first->shape[0] == 1);
-    if (last < 1 || last > AXES || !(is(first, 'f') || is(first, 'd')))
+    if (last < 1 || last > AXES || !(has_type(first, 'f') || has_type(first, 'd')))
         return 0;
     job->itemsize = (int)first->itemsize;
     job->channels = first->shape[last];
@@ -140,7 +140,8 @@ static int describe(Job *job, const Py_buffer *views) {
         return 0;
     for (int a = 0; a < job->arrays; a++) {
         const Py_buffer *view = views + a;
-        if (view->ndim != first->ndim || !is(view, is(first, 'f') ? 'f' : 'd') || (size_t)view->buf % view->itemsize)
+        if (view->ndim != first->ndim || !has_type(view, has_type(first, 'f') ? 'f' : 'd') ||
+            (size_t)view->buf % view->itemsize)
             return 0;
         for (int axis = 0; axis <= last; axis++)
             if (view->shape[axis] != first->shape[axis] || view->strides[axis] % view->itemsize)
@@ -191,16 +192,16 @@ static int describe(Job *job, const Py_buffer *views) {
     return 1;
 }
 
-PyDoc_STRVAR(run_doc,
-             "run(kernel, arrays, coefficients, sums, low, threads, start)\n--\n\n"
-             "Run a kernel; return False if the arrays are not supported.\n\n"
-             "Parameters\n----------\n"
-             "kernel : str\n"
-             "arrays : tuple of array (N, *spatial, C)\n    Inputs and outputs, of one shape and dtype.\n"
-             "coefficients : array (count, groups, C), or None\n    Of the same dtype.\n"
-             "sums : array (groups, count, C) of float64, or None\n    Receives the sums.\n"
-             "low : float\n    Lower bound of the outputs; backward kernels drop the gradients of outputs at this bound.\n"
-             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
+PyDoc_STRVAR(run_doc, "run(kernel, arrays, coefficients, sums, lower_bound, threads, start)\n--\n\n"
+                      "Run a kernel; return False if the arrays are not supported.\n\n"
+                      "Parameters\n----------\n"
+                      "kernel : str\n"
+                      "arrays : tuple of array (N, *spatial, C)\n    Inputs and outputs, of one shape and dtype.\n"
+                      "coefficients : array (count, groups, C), or None\n    Of the same dtype.\n"
+                      "sums : array (groups, count, C) of float64, or None\n    Receives the sums.\n"
+                      "lower_bound : float\n    Lower bound of the outputs; backward kernels drop the gradients of "
+                      "outputs at this bound.\n"
+                      "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 /* Acquire the arrays' buffers, writable if the array's bit in `written` is set; return how many were acquired. */
 static int acquire_buffers(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {
@@ -225,20 +226,21 @@ static PyObject *release_and_return(Py_buffer *views, int acquired, int done) {
 static PyObject *run(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *arrays, *coefficients, *sums;
-    double low;
-    int threads, kernel = 0, done = 0, fits, acquired = 0;
+    double lower_bound;
+    int threads, kernel = 0, done = 0, is_supported, acquired = 0;
     unsigned long long start;
-    if (!PyArg_ParseTuple(args, "sO!OOdiK", &name, &PyTuple_Type, &arrays, &coefficients, &sums, &low, &threads, &start))
+    if (!PyArg_ParseTuple(args, "sO!OOdiK", &name, &PyTuple_Type, &arrays, &coefficients, &sums, &lower_bound, &threads,
+                          &start))
         return NULL;
     while (kernel < KERNELS && strcmp(KINDS[kernel].name, name) != 0)
         kernel++;
     if (kernel == KERNELS || PyTuple_Size(arrays) != KINDS[kernel].inputs + KINDS[kernel].outputs)
         return PyErr_Format(PyExc_ValueError, "kernel '%s' is unknown, or takes another number of arrays", name);
-    Job job = {.kernel = kernel, .low = low, .groups = 1};
+    Job job = {.kernel = kernel, .lower_bound = lower_bound, .groups = 1};
     job.arrays = (int)PyTuple_Size(arrays);
     job.coefficients = KINDS[kernel].coefficients;
     job.sums = KINDS[kernel].sums;
-    Py_buffer views[ARRAYS + 2], *by = NULL, *totals = NULL;
+    Py_buffer views[ARRAYS + 2], *factors = NULL, *totals = NULL;
     for (; acquired < job.arrays; acquired++) {
         const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (acquired >= KINDS[kernel].inputs ? PyBUF_WRITABLE : 0);
         if (PyObject_GetBuffer(PyTuple_GetItem(arrays, acquired), views + acquired, flags))
@@ -247,22 +249,26 @@ static PyObject *run(PyObject *self, PyObject *args) {
     if (job.coefficients) {
         if (PyObject_GetBuffer(coefficients, views + acquired, PyBUF_STRIDES | PyBUF_FORMAT))
             goto end;
-        by = views + acquired++;
+        factors = views + acquired++;
     }
     if (job.sums) {
         if (PyObject_GetBuffer(sums, views + acquired, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE))
             goto end;
         totals = views + acquired++;
     }
-    fits = (by == NULL || (by->ndim == 3 && whole(by) && by->shape[0] == job.coefficients)) &&
-           (totals == NULL || (totals->ndim == 3 && whole(totals) && totals->shape[1] == job.sums && is(totals, 'd')));
-    if (fits && (by != NULL || totals != NULL))
-        job.groups = by != NULL ? by->shape[1] : totals->shape[0];
-    fits = fits && (by == NULL || totals == NULL || totals->shape[0] == job.groups) && describe(&job, views);
-    fits = fits && (by == NULL || (by->shape[2] == job.channels && is(by, views->format[0])));
-    fits = fits && (totals == NULL || totals->shape[2] == job.channels);
-    if (fits) {
-        job.by = by == NULL ? NULL : by->buf;
+    is_supported =
+        (factors == NULL || (factors->ndim == 3 && is_contiguous(factors) && factors->shape[0] == job.coefficients)) &&
+        (totals == NULL ||
+         (totals->ndim == 3 && is_contiguous(totals) && totals->shape[1] == job.sums && has_type(totals, 'd')));
+    if (is_supported && (factors != NULL || totals != NULL))
+        job.groups = factors != NULL ? factors->shape[1] : totals->shape[0];
+    is_supported =
+        is_supported && (factors == NULL || totals == NULL || totals->shape[0] == job.groups) && describe(&job, views);
+    is_supported =
+        is_supported && (factors == NULL || (factors->shape[2] == job.channels && has_type(factors, views->format[0])));
+    is_supported = is_supported && (totals == NULL || totals->shape[2] == job.channels);
+    if (is_supported) {
+        job.coefficient_rows = factors == NULL ? NULL : factors->buf;
         double *wanted = totals == NULL ? NULL : totals->buf;
         Py_BEGIN_ALLOW_THREADS;
         done = 1;

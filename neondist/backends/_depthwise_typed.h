@@ -3,7 +3,7 @@
 #define VEC NAME(Vec)
 #define LANES ((Py_ssize_t)(BYTES / sizeof(T)))
 #define AT(p) (*(VEC *)(p))
-#define SEEN(p) (*(const VEC *)(p))
+#define LOAD(p) (*(const VEC *)(p))
 #define INLINE TARGET static inline __attribute__((always_inline))
 #define EACH_VECTOR(channels) \
     for (Py_ssize_t i = 0, z = 0; i < (channels); i += LANES, z = i + LANES > (channels) ? (channels) - LANES : i)
@@ -12,10 +12,10 @@
 INLINE void NAME(taps)(const int cells, const int count, const T *const *x, const T *const *w, const T *bias, T *y,
                        Py_ssize_t offset, Py_ssize_t x_step, Py_ssize_t y_step, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
-        const VEC first = bias == NULL ? (VEC){0} : SEEN(bias + z);
+        const VEC first = bias == NULL ? (VEC){0} : LOAD(bias + z);
         VEC sum[4] = {first, first, first, first};
         for (int t = 0; t < count; t++) {
-            const VEC factor = SEEN(w[t] + z);
+            const VEC factor = LOAD(w[t] + z);
             const T *at = x[t] + offset + z;
             if (t >= count - 3) { /* only a window's last row: earlier windows have fetched the other rows */
 #pragma GCC unroll 4
@@ -24,7 +24,7 @@ INLINE void NAME(taps)(const int cells, const int count, const T *const *x, cons
             }
 #pragma GCC unroll 4
             for (int r = 0; r < cells; r++)
-                sum[r] += factor * SEEN(at + r * x_step);
+                sum[r] += factor * LOAD(at + r * x_step);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < cells; r++)
@@ -44,11 +44,11 @@ INLINE void NAME(run)(const int count, const T *const *x, const T *const *w, con
 /* The same if only the channels of several cells fill a vector: w and bias repeat. */
 INLINE void NAME(run_few)(const int count, const T **x, const T *const *w, const T *bias, T *y, Py_ssize_t n,
                           Py_ssize_t channels) {
-    const Py_ssize_t wide = channels * LANES, whole = n / LANES;
-    NAME(run)(count, x, w, bias, y, whole, wide, wide, wide);
-    if (whole && n % LANES) /* the last vector overlaps the previous one */
-        NAME(taps)(1, count, x, w, bias, y + (n - LANES) * channels, (n - LANES) * channels, wide, wide, wide);
-    for (Py_ssize_t i = 0; i < n * channels && !whole; i++) {
+    const Py_ssize_t period = channels * LANES, num_vectors = n / LANES;
+    NAME(run)(count, x, w, bias, y, num_vectors, period, period, period);
+    if (num_vectors && n % LANES) /* the last vector overlaps the previous one */
+        NAME(taps)(1, count, x, w, bias, y + (n - LANES) * channels, (n - LANES) * channels, period, period, period);
+    for (Py_ssize_t i = 0; i < n * channels && !num_vectors; i++) {
         T sum = bias == NULL ? 0 : bias[i % channels];
         for (int t = 0; t < count; t++)
             sum += w[t][i % channels] * x[t][i];
@@ -58,17 +58,17 @@ INLINE void NAME(run_few)(const int count, const T **x, const T *const *w, const
 
 /* Rows lo to hi of y. */
 TARGET static void NAME(depthwise_rows)(const Depthwise *job, void *sums, Py_ssize_t lo, Py_ssize_t hi) {
-    const Py_ssize_t size = sizeof(T), channels = job->channels, phases = job->back ? job->stride[2] : 1;
-    const Py_ssize_t x_step = (job->back ? 1 : job->stride[2]) * job->x.step[3] / size;
+    const Py_ssize_t size = sizeof(T), channels = job->channels, phases = job->is_backward ? job->stride[2] : 1;
+    const Py_ssize_t x_step = (job->is_backward ? 1 : job->stride[2]) * job->x.step[3] / size;
     const Py_ssize_t y_step = phases * job->y.step[3] / size;
-    const T *x[TAPS], *w[TAPS], *seen[TAPS], *by[TAPS];
+    const T *x[TAPS], *w[TAPS], *used_x[TAPS], *used_w[TAPS];
     Py_ssize_t column[TAPS];
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Place at = row_at(&job->y, row);
+        const Position at = row_at(&job->y, row);
         T *y = (T *)line_at(&job->y, at.n, at.d, at.h);
         for (Py_ssize_t phase = 0; phase < phases; phase++) {
-            const Py_ssize_t all = (job->y.extent[3] - phase + phases - 1) / phases;
-            Py_ssize_t begin = 0, end = all;
+            const Py_ssize_t num_outputs = (job->y.extent[3] - phase + phases - 1) / phases;
+            Py_ssize_t begin = 0, end = num_outputs;
             int count = 0;
             for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
                 const Py_ssize_t k[3] = {tap / job->kernel[2] / job->kernel[1], tap / job->kernel[2] % job->kernel[1],
@@ -79,39 +79,39 @@ TARGET static void NAME(depthwise_rows)(const Depthwise *job, void *sums, Py_ssi
                     !find_input(job, 2, phase, k[2], from + 2))
                     continue;
                 x[count] = (const T *)(line_at(&job->x, at.n, from[0], from[1]) + from[2] * job->x.step[3]);
-                w[count] = (const T *)job->w + tap * job->wide;
+                w[count] = (const T *)job->w + tap * job->tap_width;
                 column[count++] = from[2];
-                const Py_ssize_t apart = job->back ? 1 : job->stride[2], left = job->x.extent[3] - from[2];
-                begin = MAX(begin, from[2] < 0 ? (-from[2] + apart - 1) / apart : 0);
-                end = MIN(end, left > 0 ? (left + apart - 1) / apart : 0);
+                const Py_ssize_t step = job->is_backward ? 1 : job->stride[2], left = job->x.extent[3] - from[2];
+                begin = MAX(begin, from[2] < 0 ? (-from[2] + step - 1) / step : 0);
+                end = MIN(end, left > 0 ? (left + step - 1) / step : 0);
             }
             const T *bias = (const T *)job->bias;
             T *target = y + phase * job->y.step[3] / size;
-            begin = MIN(begin, all);
+            begin = MIN(begin, num_outputs);
             end = MAX(end, begin);
-            for (Py_ssize_t q = 0; q < all; q++) { /* windows at the ends have fewer cells inside */
+            for (Py_ssize_t q = 0; q < num_outputs; q++) { /* windows at the ends have fewer cells inside */
                 if (q == begin && begin < end) {
                     for (int t = 0; t < count; t++)
-                        seen[t] = x[t] + begin * x_step;
-                    if (job->wide == channels)
-                        NAME(run)(count, seen, w, bias, target + q * y_step, end - begin, x_step, y_step, channels);
+                        used_x[t] = x[t] + begin * x_step;
+                    if (job->tap_width == channels)
+                        NAME(run)(count, used_x, w, bias, target + q * y_step, end - begin, x_step, y_step, channels);
                     else
-                        NAME(run_few)(count, seen, w, bias, target + q * y_step, end - begin, channels);
+                        NAME(run_few)(count, used_x, w, bias, target + q * y_step, end - begin, channels);
                     q = end - 1;
                     continue;
                 }
-                int some = 0;
+                int num_used = 0;
                 for (int t = 0; t < count; t++) {
-                    const Py_ssize_t from = column[t] + q * (job->back ? 1 : job->stride[2]);
+                    const Py_ssize_t from = column[t] + q * (job->is_backward ? 1 : job->stride[2]);
                     if (from >= 0 && from < job->x.extent[3]) {
-                        seen[some] = x[t] + q * x_step;
-                        by[some++] = w[t];
+                        used_x[num_used] = x[t] + q * x_step;
+                        used_w[num_used++] = w[t];
                     }
                 }
-                if (job->wide == channels)
-                    NAME(run)(some, seen, by, bias, target + q * y_step, 1, x_step, y_step, channels);
+                if (job->tap_width == channels)
+                    NAME(run)(num_used, used_x, used_w, bias, target + q * y_step, 1, x_step, y_step, channels);
                 else
-                    NAME(run_few)(some, seen, by, bias, target + q * y_step, 1, channels);
+                    NAME(run_few)(num_used, used_x, used_w, bias, target + q * y_step, 1, channels);
             }
         }
     }
@@ -123,10 +123,10 @@ INLINE void NAME(tap_gradients)(const int count, const T *const *x, const T *dy,
     EACH_VECTOR(channels) {
         VEC sum[9] = {0};
         for (Py_ssize_t q = 0; q < n; q++) {
-            const VEC slope = SEEN(dy + q * dy_step + z);
+            const VEC gradient = LOAD(dy + q * dy_step + z);
 #pragma GCC unroll 9
             for (int t = 0; t < count; t++)
-                sum[t] += slope * SEEN(x[t] + q * x_step + z);
+                sum[t] += gradient * LOAD(x[t] + q * x_step + z);
         }
 #pragma GCC unroll 9
         for (int t = 0; t < count; t++)
@@ -138,10 +138,10 @@ INLINE void NAME(tap_gradients)(const int count, const T *const *x, const T *dy,
 /* Contributions to dw of rows lo to hi of dy and of the cells in their windows. */
 TARGET static void NAME(depthwise_weights)(const Depthwise *job, void *argument, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t size = sizeof(T), channels = job->channels, n = job->y.extent[3], dy_step = job->y.step[3] / size;
-    const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, most = MAX(16, 2048 / channels);
+    const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, max_cells = MAX(16, 2048 / channels);
     const T *x[TAPS];
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Place at = row_at(&job->y, row);
+        const Position at = row_at(&job->y, row);
         const T *dy = (const T *)line_at(&job->y, at.n, at.d, at.h);
         for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
             Py_ssize_t plane, line, column;
@@ -150,14 +150,14 @@ TARGET static void NAME(depthwise_weights)(const Depthwise *job, void *argument,
             find_input(job, 2, 0, tap % job->kernel[2], &column);
             x[tap] = (const T *)(line_at(&job->x, at.n, plane, line) + column * job->x.step[3]);
         }
-        for (Py_ssize_t first = 0; first < n; first += most) {
-            const Py_ssize_t cells = MIN(most, n - first);
-            const T *slopes = dy + first * dy_step;
+        for (Py_ssize_t first = 0; first < n; first += max_cells) {
+            const Py_ssize_t cells = MIN(max_cells, n - first);
+            const T *gradients = dy + first * dy_step;
             T *sums = argument;
             int t = 0;
-#define SOME_OF(count)                                                                      \
-    for (; job->taps - t >= (count); t += (count), sums += (count) * channels)              \
-        NAME(tap_gradients)((count), x + t, slopes, sums, cells, x_step, dy_step, channels);
+#define SOME_OF(count)                                                                                                 \
+    for (; job->taps - t >= (count); t += (count), sums += (count) * channels)                                         \
+        NAME(tap_gradients)((count), x + t, gradients, sums, cells, x_step, dy_step, channels);
             SOME_OF(9) SOME_OF(5) SOME_OF(3) SOME_OF(1)
 #undef SOME_OF
             for (int tap = 0; tap < job->taps; tap++)
@@ -169,6 +169,6 @@ TARGET static void NAME(depthwise_weights)(const Depthwise *job, void *argument,
 #undef VEC
 #undef LANES
 #undef AT
-#undef SEEN
+#undef LOAD
 #undef INLINE
 #undef EACH_VECTOR

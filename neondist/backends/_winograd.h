@@ -8,7 +8,12 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define WINOGRAD
 
-enum { LINE = 64, SCRATCH = 1 << 19, MOST = 144, AT_ONCE = 16 }; /* bytes; of V and M; tiles; rows of weights */
+enum {
+    ALIGNMENT = 64,
+    SCRATCH_BYTES = 1 << 19,
+    MAX_BLOCK = 144,
+    ROWS_PER_PART = 16
+}; /* MAX_BLOCK: tiles; rows: of weights */
 
 typedef struct {
     char *at;
@@ -17,37 +22,37 @@ typedef struct {
 
 struct transforms;
 
-/* U, V and M consist of side * side parts each, which are `apart` elements apart. */
+/* U, V and M consist of side * side parts each, which are `*_part_stride` elements apart. */
 typedef struct {
-    int back, lanes, weights, kernel; /* weights: the stage */
+    int is_backward, lanes, transforms_weights, kernel; /* transforms_weights: in the current stage */
     const struct transforms *transforms;
     Cells x, y;
     char *w, *u, *scratch;
     const void *bias;
     Py_ssize_t before[3], w_step[5], depth, inner, outer, k, tiles[2]; /* k: rows of the matrix (k, outer) */
-    Py_ssize_t v_row, m_row, u_row, v_apart, m_apart, u_apart, longest;
-    Py_ssize_t all, block, shares, room, u_room; /* tiles; bytes of a thread's scratch, a share's dU */
+    Py_ssize_t v_row, m_row, u_row, v_part_stride, m_part_stride, u_part_stride, longest;
+    Py_ssize_t num_tiles, block, shares, scratch_bytes, share_bytes; /* of a thread's scratch, of a share's dU */
     Py_ssize_t parts, next, arrived; /* of the current stage */
 } Winograd;
 
 typedef struct {
     Py_ssize_t n, d, h, w;
-} Place;
+} Position;
 
-/* Position of the first cell of a row, which is counted over all planes and samples. */
-static inline Place row_at(const Cells *all, Py_ssize_t row) {
-    const Py_ssize_t plane = row / all->extent[2];
-    return (Place){plane / all->extent[1], plane % all->extent[1], row % all->extent[2], 0};
+/* Position of the first cell of a row, whose number is counted over all planes and samples. */
+static inline Position row_at(const Cells *array, Py_ssize_t row) {
+    const Py_ssize_t plane = row / array->extent[2];
+    return (Position){plane / array->extent[1], plane % array->extent[1], row % array->extent[2], 0};
 }
 
-static inline char *line_at(const Cells *all, Py_ssize_t n, Py_ssize_t d, Py_ssize_t h) {
-    return all->at + n * all->step[0] + d * all->step[1] + h * all->step[2];
+static inline char *line_at(const Cells *array, Py_ssize_t n, Py_ssize_t d, Py_ssize_t h) {
+    return array->at + n * array->step[0] + d * array->step[1] + h * array->step[2];
 }
 
-/* Set the position of tile t's first output; unless `first`, `at` is the position of tile t - 1. */
-static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first) {
+/* Set the position of tile t's first output; unless `is_first`, it is the position of tile t - 1. */
+static inline void set_tile_position(const Winograd *job, Position *at, Py_ssize_t t, int is_first) {
     at->w += 2;
-    if (!first && at->w < job->y.extent[3])
+    if (!is_first && at->w < job->y.extent[3])
         return;
     const Py_ssize_t row = t / job->tiles[1], plane = row / job->tiles[0];
     at->w = t % job->tiles[1] * 2;
@@ -56,18 +61,19 @@ static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first
     at->n = plane / job->y.extent[1];
 }
 
-/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns after a place; `outside` for others. */
-static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w, const int side,
-                         char *outside, char **addresses) {
-    char *plane = all->at + at->n * all->step[0] + (at->d + d) * all->step[1];
-    const int seen = at->d + d >= 0 && at->d + d < all->extent[1];
+/* The addresses of `side` x `side` cells `d` planes, `h` rows and `w` columns after a position; `outside` for others.
+ */
+static inline void cell_addresses(const Cells *array, const Position *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w,
+                                  const int side, char *outside, char **addresses) {
+    char *plane = array->at + at->n * array->step[0] + (at->d + d) * array->step[1];
+    const int has_plane = at->d + d >= 0 && at->d + d < array->extent[1];
     h += at->h;
     w += at->w;
     for (int i = 0; i < side; i++) {
-        const int row = seen && h + i >= 0 && h + i < all->extent[2];
-        char *cell = plane + (h + i) * all->step[2] + w * all->step[3];
-        for (int j = 0; j < side; j++, cell += all->step[3])
-            *addresses++ = row && w + j >= 0 && w + j < all->extent[3] ? cell : outside;
+        const int has_row = has_plane && h + i >= 0 && h + i < array->extent[2];
+        char *cell = plane + (h + i) * array->step[2] + w * array->step[3];
+        for (int j = 0; j < side; j++, cell += array->step[3])
+            *addresses++ = has_row && w + j >= 0 && w + j < array->extent[3] ? cell : outside;
     }
 }
 
@@ -75,7 +81,7 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
 typedef struct {
     Cells x, y; /* y, or its gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
-    Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; elements of a panel's row */
+    Py_ssize_t num_rows, shares, next, share_bytes, panel; /* of y; of a share's sums; elements of a panel's row */
     void (*run)(const void *, void *, Py_ssize_t, Py_ssize_t);
     char *sums; /* or weights in panels */
 } Rows;
@@ -87,12 +93,13 @@ typedef struct {
 
 enum { PIECES = 128 };
 
-/* A job of _depthwise.h: y is the convolution of x or, if `back`, the input's gradient, given the output's as x. */
+/* A job of _depthwise.h: y is the convolution of x, or the gradient of the input, given that of the output as x. */
 typedef struct depthwise {
     Cells x, y;
-    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: elements of w for a tap */
-    Py_ssize_t shares, next, room;
-    int back;
+    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels;
+    Py_ssize_t tap_width, taps; /* tap_width: elements of w for a tap */
+    Py_ssize_t shares, next, share_bytes;
+    int is_backward;
     char *w, *bias, *sums;
     void (*run)(const struct depthwise *, void *, Py_ssize_t, Py_ssize_t);
 } Depthwise;
@@ -102,16 +109,16 @@ enum { TAPS = 512 };
 /* Plane, row or column of x, inside or outside, that output `at` reads with a tap; 0: none, in the gradient. */
 static inline int find_input(const Depthwise *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
     const Py_ssize_t s = job->stride[axis], shift = tap * job->dilation[axis];
-    if (!job->back) {
+    if (!job->is_backward) {
         *from = at * s + shift - job->before[axis];
         return 1;
     }
-    const Py_ssize_t inside = at + job->before[axis] - shift, rest = (inside % s + s) % s;
-    *from = (inside - rest) / s;
-    return rest == 0;
+    const Py_ssize_t inside = at + job->before[axis] - shift, remainder = (inside % s + s) % s;
+    *from = (inside - remainder) / s;
+    return remainder == 0;
 }
 
-enum { AT_A_TIME = 128 }; /* outputs of a row, which stay in the first-level cache */
+enum { CELLS_PER_PRODUCT = 128 }; /* outputs of a row, which stay in the first-level cache */
 
 #define BYTES 64
 #define ROWS 12
@@ -138,8 +145,8 @@ static int has_avx512(void) { return __builtin_cpu_supports("avx512f") != 0; }
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 /* The function for vectors that are wide, and elements that are double. */
-#define SIZED(x, wide, is_double) \
-    ((wide) ? ((is_double) ? x##_double3_512 : x##_float3_512) : ((is_double) ? x##_double3_256 : x##_float3_256))
+#define SIZED(x, use_avx512, is_double)                                                                                \
+    ((use_avx512) ? ((is_double) ? x##_double3_512 : x##_float3_512) : ((is_double) ? x##_double3_256 : x##_float3_256))
 
 /* Add the sums of all other shares, of `bytes` each, to the sums of the first share. */
 static void add_shares(char *sums, Py_ssize_t shares, Py_ssize_t bytes, Py_ssize_t size) {
@@ -165,22 +172,22 @@ static const struct transforms {
 /* Process parts of the job's current stage until none are left; run by every thread. */
 static void winograd_parts(void *argument) {
     Winograd *job = argument;
-    char *scratch = job->scratch + __atomic_fetch_add(&job->arrived, 1, __ATOMIC_RELAXED) * job->room;
+    char *scratch = job->scratch + __atomic_fetch_add(&job->arrived, 1, __ATOMIC_RELAXED) * job->scratch_bytes;
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->parts;) {
-        if (job->weights) {
-            const Py_ssize_t lo = part * AT_ONCE, hi = MIN(lo + AT_ONCE, job->k);
-            (job->back ? job->transforms->weights_back : job->transforms->weights)(job, job->u, lo, hi);
+        if (job->transforms_weights) {
+            const Py_ssize_t lo = part * ROWS_PER_PART, hi = MIN(lo + ROWS_PER_PART, job->k);
+            (job->is_backward ? job->transforms->weights_back : job->transforms->weights)(job, job->u, lo, hi);
             continue;
         }
-        char *u = job->u + (job->back ? part * job->u_room : 0);
-        const Py_ssize_t hi = job->all * (part + 1) / job->parts;
-        for (Py_ssize_t lo = job->all * part / job->parts; lo < hi; lo += job->block)
+        char *u = job->u + (job->is_backward ? part * job->share_bytes : 0);
+        const Py_ssize_t hi = job->num_tiles * (part + 1) / job->parts;
+        for (Py_ssize_t lo = job->num_tiles * part / job->parts; lo < hi; lo += job->block)
             job->transforms->tiles(job, scratch, u, lo, MIN(lo + job->block, hi));
     }
 }
 
-static void winograd_stage(Winograd *job, int weights, Py_ssize_t parts, int threads, Start start) {
-    job->weights = weights;
+static void winograd_stage(Winograd *job, int transforms_weights, Py_ssize_t parts, int threads, Start start) {
+    job->transforms_weights = transforms_weights;
     job->parts = parts;
     job->next = job->arrived = 0;
     if (threads > 1)
@@ -194,47 +201,50 @@ static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start
     const Py_ssize_t lanes = job->lanes, parts = (job->kernel + 1) * (job->kernel + 1);
     job->tiles[0] = (job->y.extent[2] + 1) / 2;
     job->tiles[1] = (job->y.extent[3] + 1) / 2;
-    job->all = job->y.extent[0] * job->y.extent[1] * job->tiles[0] * job->tiles[1];
-    if (start == NULL || job->all * job->inner * job->outer < MIN_THREADED)
+    job->num_tiles = job->y.extent[0] * job->y.extent[1] * job->tiles[0] * job->tiles[1];
+    if (start == NULL || job->num_tiles * job->inner * job->outer < MIN_THREADED)
         threads = 1;
     job->v_row = (job->k + lanes - 1) / lanes * lanes;
     job->m_row = job->u_row = (job->outer + lanes - 1) / lanes * lanes;
     job->longest = MAX(job->v_row, job->m_row);
-    const Py_ssize_t fit = SCRATCH / parts / (job->v_row + job->m_row) / size, even = job->all / threads / 2 + 1;
-    job->block = MIN(MAX(24, MIN(MOST, fit / 12 * 12)), even); /* 12 is a multiple of all ROWS */
-    job->shares = job->back ? threads : (job->all + job->block - 1) / job->block;
-    job->v_apart = job->block * job->v_row + lanes;
-    job->m_apart = job->block * job->m_row + lanes;
-    job->u_apart = job->k * ((job->u_row + lanes) / (2 * lanes)) * 2 * lanes + lanes; /* panels are of two vectors */
-    job->room = (parts * (job->v_apart + job->m_apart) + 2 * job->longest) * size;
-    job->u_room = parts * job->u_apart * size;
-    char *room = calloc(1, threads * job->room + (job->back ? job->shares : 1) * job->u_room + LINE);
-    if (room == NULL)
+    const Py_ssize_t max_tiles = SCRATCH_BYTES / parts / (job->v_row + job->m_row) / size,
+                     tiles_per_thread = job->num_tiles / threads / 2 + 1;
+    job->block = MIN(MAX(24, MIN(MAX_BLOCK, max_tiles / 12 * 12)), tiles_per_thread); /* 12 is a multiple of all ROWS */
+    job->shares = job->is_backward ? threads : (job->num_tiles + job->block - 1) / job->block;
+    job->v_part_stride = job->block * job->v_row + lanes;
+    job->m_part_stride = job->block * job->m_row + lanes;
+    job->u_part_stride =
+        job->k * ((job->u_row + lanes) / (2 * lanes)) * 2 * lanes + lanes; /* panels are of two vectors */
+    job->scratch_bytes = (parts * (job->v_part_stride + job->m_part_stride) + 2 * job->longest) * size;
+    job->share_bytes = parts * job->u_part_stride * size;
+    char *buffer =
+        calloc(1, threads * job->scratch_bytes + (job->is_backward ? job->shares : 1) * job->share_bytes + ALIGNMENT);
+    if (buffer == NULL)
         return -1;
-    job->scratch = room + LINE - (size_t)room % LINE;
-    job->u = job->scratch + threads * job->room;
-    const Py_ssize_t rows = (job->k + AT_ONCE - 1) / AT_ONCE;
-    if (!job->back)
+    job->scratch = buffer + ALIGNMENT - (size_t)buffer % ALIGNMENT;
+    job->u = job->scratch + threads * job->scratch_bytes;
+    const Py_ssize_t rows = (job->k + ROWS_PER_PART - 1) / ROWS_PER_PART;
+    if (!job->is_backward)
         winograd_stage(job, 1, rows, threads, start);
     winograd_stage(job, 0, job->shares, threads, start);
-    if (job->back)
+    if (job->is_backward)
         winograd_stage(job, 1, rows, threads, start);
-    free(room);
+    free(buffer);
     return 0;
 }
 
 /* Describe cells (N, *spatial, C) with two or three spatial axes; 0: they are not supported. */
-static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *like) {
+static int describe_cells(Cells *array, const Py_buffer *view, const Py_buffer *like) {
     const int last = view->ndim - 1;
-    if (last < 3 || last > 4 || view->ndim != like->ndim || !is(view, is(like, 'f') ? 'f' : 'd') ||
+    if (last < 3 || last > 4 || view->ndim != like->ndim || !has_type(view, has_type(like, 'f') ? 'f' : 'd') ||
         (size_t)view->buf % view->itemsize || view->strides[last] != view->itemsize)
         return 0;
-    all->at = view->buf;
+    array->at = view->buf;
     for (int a = 0; a < 4; a++) {
-        const int axis = a && last == 3 ? a - 1 : a, there = a != 1 || last == 4;
-        all->extent[a] = there ? view->shape[axis] : 1;
-        all->step[a] = there ? view->strides[axis] : 0;
-        if (all->step[a] % view->itemsize)
+        const int axis = a && last == 3 ? a - 1 : a, exists = a != 1 || last == 4;
+        array->extent[a] = exists ? view->shape[axis] : 1;
+        array->step[a] = exists ? view->strides[axis] : 0;
+        if (array->step[a] % view->itemsize)
             return 0;
     }
     return 1;
@@ -243,18 +253,18 @@ static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *li
 /* Describe the arrays in the job; 0: they are not supported, or this CPU has no kernels for them. */
 static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
     const int first = w->ndim - 5, last = x->ndim - 1;
-    int wide = has_avx512();
-    if (!(is(x, 'f') || is(x, 'd')) || !is(w, is(x, 'f') ? 'f' : 'd') || w->ndim != x->ndim ||
+    int use_avx512 = has_avx512();
+    if (!(has_type(x, 'f') || has_type(x, 'd')) || !has_type(w, has_type(x, 'f') ? 'f' : 'd') || w->ndim != x->ndim ||
         !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x))
         return 0;
     job->inner = x->shape[last];
     job->outer = y->shape[last];
-    wide = wide && MIN(job->inner, job->outer) >= 64 / x->itemsize; /* fewer channels fill no such vector */
-    if (!wide && !has_avx2())
+    use_avx512 = use_avx512 && MIN(job->inner, job->outer) >= 64 / x->itemsize; /* fewer channels fill no such vector */
+    if (!use_avx512 && !has_avx2())
         return 0;
     job->kernel = (int)w->shape[1 + first];
-    job->transforms = &TRANSFORMS[job->kernel == 5][wide][is(x, 'd')];
-    job->lanes = (wide ? 64 : 32) / x->itemsize;
+    job->transforms = &TRANSFORMS[job->kernel == 5][use_avx512][has_type(x, 'd')];
+    job->lanes = (use_avx512 ? 64 : 32) / x->itemsize;
     for (int axis = 0; axis < 5; axis++) {
         job->w_step[axis] = axis + first < 0 ? 0 : w->strides[axis + first];
         if (job->w_step[axis] % x->itemsize)
@@ -268,17 +278,18 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
            (size_t)w->buf % w->itemsize == 0 && MIN(job->inner, job->outer) >= job->lanes;
 }
 
-PyDoc_STRVAR(winograd_doc,
-             "winograd(back, x, weights, y, bias, before, threads, start)\n--\n\n"
-             "Write a convolution of stride 1, or its weights' gradient; return False if the arrays are not supported.\n\n"
-             "Parameters\n----------\n"
-             "back : bool\n    Whether to write the gradient of the weights into weights, given that of y as y.\n"
-             "x : array (N, *extent, C)\n    Of two or three axes; cells outside it count as 0.\n"
-             "weights : array (k, k, C, C') or (depth, k, k, C, C'), k being 3 or 5\n"
-             "y : array (N, *out, C')\n    x, weights and y are of one dtype.\n"
-             "bias : array (C',), or None\n"
-             "before : tuple of int\n    Numbers of planes, rows and columns before x at which the first window begins.\n"
-             "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
+PyDoc_STRVAR(
+    winograd_doc,
+    "winograd(is_backward, x, weights, y, bias, before, threads, start)\n--\n\n"
+    "Write a convolution of stride 1, or its weights' gradient; return False if the arrays are not supported.\n\n"
+    "Parameters\n----------\n"
+    "is_backward : bool\n    Whether to write the gradient of the weights into weights, given that of y as y.\n"
+    "x : array (N, *extent, C)\n    Of two or three axes; cells outside it count as 0.\n"
+    "weights : array (k, k, C, C') or (depth, k, k, C, C'), k being 3 or 5\n"
+    "y : array (N, *out, C')\n    x, weights and y are of one dtype.\n"
+    "bias : array (C',), or None\n"
+    "before : tuple of int\n    Numbers of planes, rows and columns before x at which the first window begins.\n"
+    "threads, start : int\n    Number of threads, and the address of GOMP_parallel (0: none).\n");
 
 static PyObject *winograd(PyObject *self, PyObject *args) {
     PyObject *arrays[4];
@@ -287,19 +298,20 @@ static PyObject *winograd(PyObject *self, PyObject *args) {
     unsigned long long start;
     Winograd job = {0};
     Py_ssize_t *before = job.before;
-    if (!PyArg_ParseTuple(args, "pOOOO(nnn)iK", &job.back, arrays, arrays + 1, arrays + 2, arrays + 3, before,
+    if (!PyArg_ParseTuple(args, "pOOOO(nnn)iK", &job.is_backward, arrays, arrays + 1, arrays + 2, arrays + 3, before,
                           before + 1, before + 2, &threads, &start))
         return NULL;
     const int count = arrays[3] == Py_None ? 3 : 4;
-    if ((acquired = acquire_buffers(arrays, views, count, job.back ? 2 : 4)) < count)
+    if ((acquired = acquire_buffers(arrays, views, count, job.is_backward ? 2 : 4)) < count)
         goto end;
     const Py_buffer *x = views, *bias = views + 3;
-    int fits = describe_winograd(&job, x, views + 1, views + 2);
-    if (fits && count > 3) {
-        fits = bias->ndim == 1 && whole(bias) && bias->shape[0] == job.outer && is(bias, is(x, 'f') ? 'f' : 'd');
+    int is_supported = describe_winograd(&job, x, views + 1, views + 2);
+    if (is_supported && count > 3) {
+        is_supported = bias->ndim == 1 && is_contiguous(bias) && bias->shape[0] == job.outer &&
+                       has_type(bias, has_type(x, 'f') ? 'f' : 'd');
         job.bias = bias->buf;
     }
-    if (fits) {
+    if (is_supported) {
         Py_BEGIN_ALLOW_THREADS;
         done = run_winograd(&job, x->itemsize, threads, (Start)(size_t)start) ? -1 : 1;
         Py_END_ALLOW_THREADS;

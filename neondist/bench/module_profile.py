@@ -44,14 +44,14 @@ class ProfileMarks(Observer):
     def __init__(self) -> None:
         self._open_marks: list[record_function | None] = []
 
-    def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
+    def on_begin(self, event: str, name: str, direction: str, subject: object) -> None:
         """Begin a mark if this kind of event is reported separately."""
-        mark = record_function(_MARK_PREFIX + what) if what in _KIND_BY_EVENT else None
+        mark = record_function(_MARK_PREFIX + event) if event in _KIND_BY_EVENT else None
         if mark is not None:
             mark.__enter__()
         self._open_marks.append(mark)
 
-    def on_end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, event: str, name: str, direction: str) -> None:
         """End the mark."""
         mark = self._open_marks.pop()
         if mark is not None:

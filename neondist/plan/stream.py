@@ -357,13 +357,14 @@ class StripwisePlan:
         own = [part_by_strip[at] for at in strips]
         cells_by_value = {value: cells for value, cells in enumerate(self.strip_partitions) if cells.extent}
         ranges = {value: np.array([cells.range(0, part) for part in own]).T for value, cells in cells_by_value.items()}
-        touching = {value: (lo == 0, hi == cells_by_value[value].extent[0]) for value, (lo, hi) in ranges.items()}
-        keys = [end for ends in touching.values() for end in ends]
+        at_border = {value: (lo == 0, hi == cells_by_value[value].extent[0]) for value, (lo, hi) in ranges.items()}
+        keys = [end for ends in at_border.values() for end in ends]
         for step in self.graph.steps:
             output_value = step.output_value
             for value in {*step.inputs} & {*ranges} if output_value in ranges else ():  # extent of the padding
                 (first, stop), num_rows = ranges[output_value], cells_by_value[output_value].extent[0]
-                keys += [np.where(end, n, -1) for end, n in zip(touching[value], (first, num_rows - stop), strict=True)]
+                ends = zip(at_border[value], (first, num_rows - stop), strict=True)
+                keys += [np.where(end, n, -1) for end, n in ends]
         range_lengths = [hi - lo for lo, hi in ranges.values()]
         _, first_indices = np.unique(np.stack([*keys, *range_lengths], 1), axis=0, return_index=True)
         strip_by_key = {

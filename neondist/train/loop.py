@@ -131,8 +131,8 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     if remote is not None:
         remote.pull_values()  # includes updates by other workers since the last step, such as during an evaluation
     totals, start_time = run.totals, time.perf_counter() - run.totals.seconds
-    sent_offset = model.whole_model.bytes_sent - totals.sent
-    summed_offset = model.whole_model.bytes_summed - totals.summed
+    sent_offset = model.whole_model.bytes_sent - totals.bytes_sent
+    summed_offset = model.whole_model.bytes_summed - totals.bytes_summed
     for split.epoch, batches in _epoch_minibatches(run, seed):
         own_batches = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
         last_batch: list[np.ndarray] = []
@@ -157,8 +157,8 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                     else:
                         totals.skipped_samples += len(batch)
                 totals.seconds = time.perf_counter() - start_time
-                totals.sent = model.whole_model.bytes_sent - sent_offset
-                totals.summed = model.whole_model.bytes_summed - summed_offset
+                totals.bytes_sent = model.whole_model.bytes_sent - sent_offset
+                totals.bytes_summed = model.whole_model.bytes_summed - summed_offset
                 _call_hooks(hooks, lambda hook: hook.after_step(run))
                 if not is_credited:
                     break

@@ -78,8 +78,8 @@ class EpochTotals:
     ----------
     loss : sum of the losses of the samples
     seconds : time spent on the epoch
-    sent_before_resume, summed_before_resume : bytes that all ranks sent, and reduced, before a resume
-    sent, summed : bytes that this rank has sent, and reduced, since then
+    bytes_sent_before_resume, bytes_summed_before_resume : bytes that all ranks sent, and reduced, before a resume
+    bytes_sent, bytes_summed : bytes that this rank has sent, and reduced, since then
     skipped_samples : samples of steps with a non-finite loss, which are not included in `loss`
     samples_of_other_workers : samples of other workers, which are not included in `loss` either, minus this worker's
         samples of earlier epochs, which are included
@@ -87,17 +87,17 @@ class EpochTotals:
 
     loss: float = 0.0
     seconds: float = 0.0
-    sent_before_resume: int = 0
-    sent: int = 0
+    bytes_sent_before_resume: int = 0
+    bytes_sent: int = 0
     skipped_samples: int = 0
-    summed_before_resume: int = 0
-    summed: int = 0
+    bytes_summed_before_resume: int = 0
+    bytes_summed: int = 0
     samples_of_other_workers: int = 0
 
     def sent_and_summed_bytes_of_all_ranks(self, grid: ProcessGrid) -> tuple[int, int]:
         """Return the bytes that all ranks have sent and reduced. Collective."""
-        sent_by_rank, summed_by_rank = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
-        return self.sent_before_resume + sum(sent_by_rank), self.summed_before_resume + sum(summed_by_rank)
+        sent_by_rank, summed_by_rank = zip(*grid.world.allgather((self.bytes_sent, self.bytes_summed)), strict=True)
+        return self.bytes_sent_before_resume + sum(sent_by_rank), self.bytes_summed_before_resume + sum(summed_by_rank)
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ class Clock(Observer):
         self._stack: list[tuple[str, str]] = []
         self._last_event_time = 0.0
 
-    def on_begin(self, what: str, name: str, direction: str, subject: object) -> None:
+    def on_begin(self, event: str, name: str, direction: str, subject: object) -> None:
         """Start charging time to an event's row."""
         self._charge_elapsed_time()
-        row = _ROW_OF_EVENT.get(what) or name or (self._stack[-1][0] if self._stack else REST_ROW)
-        self._stack.append((row, _KIND_OF_EVENT.get(what, direction or "forward")))
+        row = _ROW_OF_EVENT.get(event) or name or (self._stack[-1][0] if self._stack else REST_ROW)
+        self._stack.append((row, _KIND_OF_EVENT.get(event, direction or "forward")))
 
-    def on_end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, event: str, name: str, direction: str) -> None:
         """Resume charging time to the enclosing event."""
         self._charge_elapsed_time()
         self._stack.pop()

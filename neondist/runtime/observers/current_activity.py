@@ -26,31 +26,31 @@ class CurrentActivity(Observer):
         self.grid, self.event_count = grid, 0
         self._stack: list[tuple[str, str, str, Any]] = []
 
-    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, event: str, name: str, direction: str, subject: Any) -> None:
         """Push an event."""
         self.event_count += 1
-        self._stack.append((what, name, direction, subject))
+        self._stack.append((event, name, direction, subject))
 
-    def on_end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, event: str, name: str, direction: str) -> None:
         """Pop an event."""
         self._stack.pop()
 
     @property
     def is_waiting(self) -> bool:
         """Whether a pass is waiting for other ranks."""
-        return any(what == "wait" for what, *_ in [*self._stack])
+        return any(event == "wait" for event, *_ in [*self._stack])
 
     def __str__(self) -> str:
-        """Return the current layer, or other part of a step, and what this rank is waiting for; '' outside passes."""
+        """Return the current layer, or other part of a step, and event this rank is waiting for; '' outside passes."""
         position, activity, outer_event = "", "", ""
-        for what, name, direction, subject in [*self._stack]:
-            if what == "layer":
+        for event, name, direction, subject in [*self._stack]:
+            if event == "layer":
                 position, activity = f"{direction} pass of layer '{name}': ", "not waiting for another rank"
-            elif what == "wait":
+            elif event == "wait":
                 activity = self._describe_wait(subject, outer_event)
             else:
-                position, activity = _WORK_PREFIXES.get(what, position), activity or "not waiting for another rank"
-            outer_event = what
+                position, activity = _WORK_PREFIXES.get(event, position), activity or "not waiting for another rank"
+            outer_event = event
         return position + activity
 
     def _describe_wait(self, subject: Exchange | str, enclosing_event: str) -> str:

@@ -32,16 +32,16 @@ class Trace(Observer):
         self.rank, self.events, self.clock_alignment_times = rank, [], []  # type: int, list[Event], list[int]
         self._open_events: list[tuple[Any, int]] = []
 
-    def on_begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+    def on_begin(self, event: str, name: str, direction: str, subject: Any) -> None:
         """Record the start time."""
         self._open_events.append((subject, time.perf_counter_ns()))
 
-    def on_end(self, what: str, name: str, direction: str) -> None:
+    def on_end(self, event: str, name: str, direction: str) -> None:
         """Append the event."""
         now, (subject, start_ns) = time.perf_counter_ns(), self._open_events.pop()
-        event_name = name if what == "layer" else what
+        event_name = name if event == "layer" else event
         details: dict[str, Any] = {"layer": name, "direction": direction}
-        if what == "sync":
+        if event == "sync":
             event_name = "sum of gradients"
         elif isinstance(subject, str):
             event_name = f"wait: {subject}"
@@ -51,8 +51,8 @@ class Trace(Observer):
         if subject == "world":
             self.clock_alignment_times.append(now)
         args = {key: value for key, value in details.items() if value != ""}
-        event = {"name": event_name, "cat": what, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
-        self.events.append(event | {"ts": start_ns, "dur": now - start_ns})
+        record = {"name": event_name, "cat": event, "ph": "X", "pid": self.rank, "tid": 0, "args": args}
+        self.events.append(record | {"ts": start_ns, "dur": now - start_ns})
 
 
 def align_clocks(events_and_times: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:

@@ -50,7 +50,8 @@ class RunProgress:
     samples_seen : samples of the current epoch that are already processed
     epoch_size : samples per epoch
     seed : seed of the order of the samples and of all random numbers
-    totals : sums over the current epoch; `sent_before_resume` and `summed_before_resume` count all ranks' bytes
+    totals : sums over the current epoch; bytes of all ranks are in `bytes_sent_before_resume` and
+        `bytes_summed_before_resume`
     history : one record per complete epoch
     steps_without_optimizer : updates that the optimiser does not count
     loss_scale : state of the LossScaler; None if there is none
@@ -71,7 +72,8 @@ class RunProgress:
         """Return the progress of a run. Collective."""
         totals = run.totals
         sent, summed = totals.sent_and_summed_bytes_of_all_ranks(run.grid)
-        global_totals = replace(totals, sent_before_resume=sent, sent=0, summed_before_resume=summed, summed=0)
+        before_resume = {"bytes_sent_before_resume": sent, "bytes_summed_before_resume": summed}
+        global_totals = replace(totals, bytes_sent=0, bytes_summed=0, **before_resume)
         position = run.epoch, run.step, run.samples_seen, run.epoch_size, run.model.seed or 0
         scaler = run.model.whole_model.loss_scaler
         scaler_state = None if scaler is None else scaler.state()

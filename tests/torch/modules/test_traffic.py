@@ -198,8 +198,8 @@ def test_observers_see_passes():
         def __init__(self):
             self.started, self.values = Counter(), {}
 
-        def on_begin(self, what, name, direction, subject):
-            self.started[what, direction] += 1
+        def on_begin(self, event, name, direction, subject):
+            self.started[event, direction] += 1
 
         def on_value(self, layer, name, array):
             self.values.setdefault((layer.name, name), array)
