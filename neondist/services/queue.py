@@ -146,7 +146,7 @@ class TaskQueue:
         self.order = lru_cache(maxsize=2)(self._epoch_order)
 
     @type_checked
-    def get(self, worker: str, kind: TaskKind = "training") -> Task | Literal[_Wait.WAIT] | None:
+    def get(self, worker: str | int, kind: TaskKind = "training") -> Task | Literal[_Wait.WAIT] | None:
         """Lease the next task to a worker.
 
         Returns
@@ -234,14 +234,14 @@ class TaskQueue:
             raise ConfigError(reason)
         return True
 
-    def heartbeat(self, worker: str) -> None:
+    def heartbeat(self, worker: str | int) -> None:
         """Extend the leases of all tasks of a worker."""
         with self._database.transaction():
             self._requeue_expired()
             for task in self._database.running_tasks(worker=str(worker)):
                 self._database.record_progress(task.id, task.applied_until, self._clock() + self.lease)
 
-    def lost(self, worker: str) -> None:
+    def lost(self, worker: str | int) -> None:
         """Return all tasks of a worker to the queue, from the first unapplied record."""
         with self._database.transaction():
             for task in self._database.running_tasks(worker=str(worker)):

@@ -104,6 +104,15 @@ def test_lost_worker_keeps_its_credit(make_queue):
     assert (queue.get("b").start, queue.counts()["doing"]) == (1, 1)
 
 
+@pytest.mark.parametrize("worker", [0, "0"])
+def test_worker_is_text_or_an_index(make_queue, worker):
+    queue = make_queue(3, 3)
+    queue.applied(queue.get(worker).id, 1)
+    queue.heartbeat(worker)
+    queue.lost(worker)
+    assert (queue.get("b").start, queue.counts()["doing"]) == (1, 1)
+
+
 def test_reopened_queue_resumes(make_queue):
     queue = make_queue()
     queue.report(queue.get("a").id)
