@@ -183,6 +183,8 @@ class Step:
         For a view: whether the memory of its output's gradient is not shared.
     blocks : BlockComputation or None
         `run`, if it computes the step block by block.
+    is_check : bool
+        Whether the step also runs if its results are never read.
     """
 
     kind: str
@@ -203,6 +205,7 @@ class Step:
     has_unaliased_gradient: bool = False
     bind_to_place: Callable[[Place], Callable[..., Any]] | None = None
     blocks: BlockComputation | None = None
+    is_check: bool = False
 
 
 @dataclass(eq=False)
@@ -249,7 +252,7 @@ class TorchGraph:
         needed_ids = set(result_ids)
         needed_steps: list[Step] = []
         for step in reversed(self.steps):
-            if any(out in needed_ids for out in step.outputs):
+            if step.is_check or any(out in needed_ids for out in step.outputs):
                 needed_ids.update(step.inputs)
                 needed_steps.append(step)
         self.steps = needed_steps[::-1]

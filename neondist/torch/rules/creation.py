@@ -33,3 +33,15 @@ def filled_like(lowering: Lowering, x: Value, fill_value: float = 0, **_: object
 @rule("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", applies_if_replicated=True)
 def drop_assertion(lowering: Lowering, *_: object, **options: object) -> None:
     """Drop the assertion: shapes and dtypes are known."""
+
+
+@rule("aten._assert_async.default", "aten._assert_async.msg", applies_if_replicated=True)
+def assertion(lowering: Lowering, x: Value, assert_msg: str = "assertion failed", **_: object) -> None:
+    """Check the condition on every rank."""
+
+    def check(condition: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(condition, assert_msg)
+        return condition
+
+    lowering.local(check, [lowering.gather(x)], replicated(x.shape), x.dtype)
+    lowering.steps[-1].is_check = True

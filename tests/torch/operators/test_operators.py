@@ -1,5 +1,7 @@
 """Each kind of operator on virtual ranks against a single process, in float64."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,6 +10,9 @@ import torch.nn.functional as F  # noqa: E402
 from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import COMBINED_GRIDS, OTHER_GRIDS, FunctionModule, check_modules, split_into_groups  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 
@@ -171,3 +176,34 @@ def test_operators_match_single_process(names):
     torch.manual_seed(0)
     grids = *COMBINED_GRIDS, *select_grids(OTHER_GRIDS, 1)
     check_modules({name: MODULES[name]() for name in names}, IMAGES, grids=grids)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"strips": 4}, {"memory": "2GiB"}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_assertions_raise_on_all_ranks(ranks, options):
+    def forward(x, conv):
+        torch._assert_async((x < 10).all(), "x must be below 10")
+        return conv(x)
+
+    def criterion(y, target):
+        torch._assert_async((target >= 0).all(), "targets must not be negative")
+        return (y - target).square().mean()
+
+    shape = 1, 2, 12, 8
+
+    def run(world, largest, smallest_target):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(FunctionModule(forward, nn.Conv2d(2, 2, 3, padding=1)), shape, grid, **options)
+            x, target = torch.ones(shape), torch.ones(shape)
+            x[0, 0, 0, 0], target[0, 1, 11, 7] = largest, smallest_target
+            try:
+                return model.loss(criterion, model(model.scatter(x)), model.scatter_target(target)).backward()
+            except RuntimeError as error:
+                return str(error)
+
+    for largest, smallest_target, expected in (
+        (9, 0, None), (10, 0, "x must be below 10"), (9, -1, "targets must not be negative")
+    ):  # fmt: skip
+        assert (
+            nd.loopback.run(ranks, partial(run, largest=largest, smallest_target=smallest_target)) == [expected] * ranks
+        )
