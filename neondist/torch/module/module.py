@@ -130,10 +130,10 @@ class DistributedModule(nn.Module):
         check_not_traced(tiles)
         self.programs.set_shapes(self._global_shapes(tiles))
         if self.grid.size == 1:
-            state_key, program = self.programs.current_state_and_program()
+            program = self.programs.current
             self._check_tiles(tiles, program, {})
             if program.runs_module:
-                return self._run_module(tiles, state_key, program)
+                return self._run_module(tiles, program)
         error, compared_values = None, dict[str, Any]()
         version_changes: tuple[int, ...] = ()
         repartitioned_layouts = self._layouts_of_repartitioned_inputs(tiles)
@@ -163,6 +163,7 @@ class DistributedModule(nn.Module):
             for at, tile in enumerate(tiles)
         )
         outputs = list(map(self.backward_check.alias_of_output, program.runner(tiles, parameters, buffers)))
+        self.programs.set_hook_weights(program)
         self.step += self.training
         if torch.is_grad_enabled():
             # torch.utils.checkpoint reruns a forward pass until it has all saved tensors: the last tensor must be saved
@@ -179,11 +180,11 @@ class DistributedModule(nn.Module):
             self.grid.check("forward", {"the model": self._name, "the list of inputs not from a model": indices})
         return self.tiling.layouts_of_repartitioned_inputs(tiles, indices)
 
-    def _run_module(self, tiles: Sequence[torch.Tensor], state_key: Any, program: CompiledProgram) -> Any:
+    def _run_module(self, tiles: Sequence[torch.Tensor], program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
         with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self._run_original(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
-        self.programs.ignore_changes_by_forward(state_key, program)
+        self.programs.ignore_changes_by_forward(program)
         return self._record_layouts(outputs, program.layouts_by_output)
 
     def _record_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..capture.capture import capture_module, device_of
 from ..capture.consistency import program_digest
@@ -40,6 +42,8 @@ class CompiledProgram:
         Ranges of the inputs that ranks receive, if larger than their tiles.
     has_single_sample_norm : bool
         Whether a norm sees a single sample, so that its gradients need a workaround.
+    weight_hooks : sequence of (torch.nn.Module, callable)
+        Forward pre-hooks that set an attribute of their module, computed from its parameters and buffers.
     """
 
     runner: PlanRunner
@@ -50,6 +54,7 @@ class CompiledProgram:
     input_dtypes: list[torch.dtype]
     widened_ranges: Sequence[NeededRanges]
     has_single_sample_norm: bool
+    weight_hooks: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
     changes_module: bool = True
     target_layouts: dict[Shape, Layout] = field(default_factory=dict)
 
@@ -107,25 +112,21 @@ class ProgramCache:
         """
         if not any(autocast_dtypes()) or len(dtypes) != len(self.shapes):
             return self.current
-        return self._find_program((*autocast_dtypes(), *dtypes), dtypes)[1]
+        return self._find_program((*autocast_dtypes(), *dtypes), dtypes)
 
     @property
     def current(self) -> CompiledProgram:
-        """The program for the module's current state and the shapes of its inputs."""
-        return self.current_state_and_program()[1]
+        """The program for the module's current state and the shapes of its inputs, without autocast."""
+        with disable_autocast():
+            return self._find_program(())
 
     @property
     def last(self) -> CompiledProgram | None:
         """The program that was used last for the current input shapes, possibly for another state."""
         return self._last_used[()][1] if () in self._last_used else None
 
-    def current_state_and_program(self) -> tuple[Any, CompiledProgram]:
-        """Return the module's current state and its compiled program without autocast."""
-        with disable_autocast():
-            return self._find_program(())
-
-    def _find_program(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Any, CompiledProgram]:
-        """Return the module's current state and its program; `key` is () without autocast."""
+    def _find_program(self, key: Any, dtypes: Sequence[torch.dtype] | None = None) -> CompiledProgram:
+        """Return the program for the module's current state; `key` is () without autocast."""
         with self.export_context(), leave_inference_mode():
             state_key = self.watch.key()
             # comparing with the last state avoids hashing, which is slow in small steps
@@ -137,14 +138,23 @@ class ProgramCache:
                         del self._programs[next(iter(self._programs))]
                     self._programs[self.shapes, key, state_key] = program
                 self._last_used[key] = state_key, self._programs[self.shapes, key, state_key]
-            return self._last_used[key]
+            return self._last_used[key][1]
 
-    def ignore_changes_by_forward(self, state_key: Any, program: CompiledProgram) -> None:
+    def ignore_changes_by_forward(self, program: CompiledProgram) -> None:
         """Use a program also for the state after its forward pass, and exclude values that the pass has changed."""
         if program.changes_module:
+            key, state_key = next((key, state) for key, (state, last) in self._last_used.items() if last is program)
             if self.watch.key() != state_key:
-                self._programs[self.shapes, (), self.watch.exclude_changed_values(state_key)] = program
+                self._programs[self.shapes, key, self.watch.exclude_changed_values(state_key)] = program
             program.changes_module = self.watch.key() != state_key
+
+    def set_hook_weights(self, program: CompiledProgram) -> None:
+        """Set attributes such as pruned weights, which can be read after a pass, as the module's own pass would."""
+        if program.weight_hooks:
+            with torch.no_grad():
+                for part, hook in program.weight_hooks:
+                    hook(part, ())
+            self.ignore_changes_by_forward(program)
 
     def compile_if_faster(self, compiler: Callable[..., Any]) -> None:
         """Compile programs from now on if this is measured to pay off for the current one. Collective."""
@@ -173,11 +183,17 @@ class ProgramCache:
         runner = PlanRunner(self.comm, plan, self.deferred_gradients, self.compiler)
         has_single_sample = has_single_sample_norm(plan)
         program = CompiledProgram(
-            runner, output_tree, layouts, digest, plan.runs_original_module, dtypes, widened_ranges, has_single_sample
-        )
+            runner, output_tree, layouts, digest, plan.runs_original_module, dtypes, widened_ranges, has_single_sample,
+            _weight_hooks(self.module),
+        )  # fmt: skip
         return program, captured_program.reads
 
     def _input_dtypes(self) -> list[torch.dtype]:
         floating_dtypes = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
         default_dtype = next(floating_dtypes, torch.get_default_dtype())
         return [default_dtype if dtype is None else dtype for dtype in self.dtypes]
+
+
+def _weight_hooks(module: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    kinds = BasePruningMethod, WeightNorm
+    return [(p, hook) for p in module.modules() for hook in p._forward_pre_hooks.values() if isinstance(hook, kinds)]

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+import torch.nn.utils.prune as prune  # noqa: E402
 from case_selection import select_cases  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -267,3 +268,46 @@ def test_each_virtual_rank_can_seed():
         results = [nd.loopback.run(ranks, body) for _ in range(3)]
         assert all(result == results[0][0] for run in results[:1] for result in run)
         assert len({str([numbers for _, numbers in run]) for run in results}) == 1
+
+
+def make_pruned():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1)).double()
+    prune.l1_unstructured(module[0], "weight", 0.3)
+    prune.ln_structured(module[0], "weight", 0.2, n=2, dim=0)
+    return module
+
+
+def make_weight_norm_hook():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.weight_norm(nn.Conv2d(2, 6, 3, padding=1))).double()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("make", [make_pruned, make_weight_norm_hook])
+def test_weights_computed_by_hooks_are_those_of_the_last_pass(make):
+    def train(module, model, grid=None):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(SHAPE, dtype=torch.float64)
+            optimizer.zero_grad()
+            if grid is None:
+                model(x).square().mean().backward()
+            else:
+                y = model(model.scatter(x))
+                model.loss(lambda y, _: y.square().mean(), y, torch.zeros_like(y)).backward()
+            optimizer.step()
+        return module[0].weight.detach().clone()
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            module = make()
+            model = ndt.distribute(module, SHAPE, grid)
+            return train(module, model, grid), len({*map(id, model.programs._programs.values())})
+
+    module = make()
+    expected = train(module, module)
+    for weight, num_programs in nd.loopback.run(2, body):
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+        assert num_programs == 1
