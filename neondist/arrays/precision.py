@@ -142,3 +142,11 @@ class LossScaler:
 
 GROWTH_INTERVAL_STEPS = 2000  # consecutive steps without an overflow after which the scale doubles
 MAX_LOSS_SCALE = 2.0**127  # the largest power of two in float32
+
+
+def parse_dtype(field: str, dtype: Any) -> np.dtype:
+    """Return a NumPy dtype; ConfigError for `field` if the value is not one."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"{field}: {dtype!r} is not a NumPy dtype; give a name such as 'float32'") from None

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.precision import parse_dtype
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError, MissingPackageError, OutputError
+from ..registry.arguments import type_checked
 from ..version import find_module_spec
 from .axes import AXIS_ORDER, Axes
 from .base import MAX_CHUNK_BYTES, TileSink, TileSource
@@ -131,6 +133,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     return source
 
 
+@type_checked
 def create_sink(
     path: str | Path,
     shape: Sequence[int],
@@ -182,7 +185,7 @@ def create_sink(
     if file_format is None:
         raise ConfigError(f"{path}: unknown file type; choose from {_describe_formats('sink')}")
     create = file_format.import_factory("sink", path)
-    extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
+    extents, dtype = tuple(map(int, shape)), parse_dtype("create_sink: dtype", dtype)
     is_ordered = axes.endswith("C") and Axes(axes).channels_last_letters == axes
     if len(axes) != len(extents) or not is_ordered or min(extents) < 1:
         raise ConfigError(

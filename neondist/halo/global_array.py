@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..arrays.namespace import as_real_numbers, to_host
+from ..arrays.precision import parse_dtype
 from ..backends import Backend, get_backend
 from ..comm import CALL_KEY, Exchange, ProcessGrid, Reductions, check_equal_on_ranks, reduction_group
 from ..errors import GridError, ShapeError
@@ -75,7 +74,7 @@ class GlobalArray:
         reuse: bool = False,
     ) -> None:
         self.grid, self.global_shape, self.window = grid, tuple(global_shape), window
-        self.dtype, self.backend, self.reuse = np.dtype(dtype), get_backend(backend), reuse
+        self.dtype, self.backend, self.reuse = parse_dtype("GlobalArray: dtype", dtype), get_backend(backend), reuse
         self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
         if window is not None:
             window.check(self.extent)

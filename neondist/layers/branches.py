@@ -99,4 +99,6 @@ class Concat(Branches):
 
 
 def _node_label(node: Node) -> str:
-    return f"'{node.name}'" if node.leaves else f"'{node.name}' (the identity)"
+    last_name = node.leaves[-1].name if node.leaves else None
+    ending = "" if last_name == node.name else f" (ending with '{last_name}')" if last_name else " (the identity)"
+    return f"'{node.name}'{ending}"

@@ -234,6 +234,10 @@ def test_invalid_arguments(tmp_path):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", chunks=(2, 2))
     with pytest.raises(nd.ConfigError, match="no option 'nam'; did you mean 'name'"):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", nam="x")
+    with pytest.raises(nd.ConfigError, match="dtype: 'uint9' is not a NumPy dtype"):
+        nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint9", "YXC")
+    with pytest.raises(nd.ConfigError, match="like: expected TileSource"):
+        nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", like=str(tmp_path / "a.h5"))
     write(tmp_path / "b.npy", draw_image("YXC"), "YXC")
     with nd.open_source(tmp_path / "b.npy") as source, pytest.raises(nd.ShapeError, match="does not fit in"):
         source.read([(0, 62), (0, 3), (0, 3)])

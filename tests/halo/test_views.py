@@ -161,3 +161,5 @@ def test_error_messages():
         nd.SerialArray((2, 5, 5, 1), nd.Window(9))
     with pytest.raises(ConfigError, match="did you mean 'numpy'"):
         nd.SerialArray((2, 5, 5, 1), backend="nunpy")
+    with pytest.raises(ConfigError, match="dtype: 'float31' is not a NumPy dtype"):
+        nd.SerialArray((2, 5, 5, 1), dtype="float31")

@@ -16,7 +16,8 @@ MISTAKES = {
     "branches differ": (
         lambda: build_convnet(nd.Sum([[nd.ConvLayer(4, 3, name="narrow")], []], name="block")),
         ShapeError,
-        r"layer 0 'block' \(Sum\).*'block.sequential1' outputs \(6, 6, 4\).*\(the identity\) outputs \(8, 8, 4\)",
+        r"layer 0 'block' \(Sum\).*'block.sequential1' \(ending with 'narrow'\)"
+        r" outputs \(6, 6, 4\).*\(the identity\) outputs \(8, 8, 4\)",
     ),
     "extents differ": (
         lambda: build_convnet(nd.Concat([nd.ConvLayer(4, 3, name="a"), nd.ConvLayer(2, 1, name="b")])),
