@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import dis
 import enum
 import os
 import sys
@@ -44,6 +45,7 @@ _IGNORED_METHODS = frozenset((
 _ENVIRONMENT_NAMES = frozenset(("environ", "getenv"))
 GRADIENT_MODE_NAMES = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
 """Names that code uses to determine whether PyTorch computes gradients."""
+_NAME_OPS = "LOAD_NAME", "IMPORT_NAME"
 _DYNAMIC_ACCESS_NAMES = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
 
 _LRU_CACHE_TYPE = type(lru_cache(int))
@@ -233,7 +235,8 @@ class ReachableState:
         if not _is_library_module(function.__module__):
             used_names = names_used_by(function.__code__)
             self.used_names.update(used_names)
-            self._visit_globals(function.__globals__, function.__module__ or "", used_names, module)
+            global_names = global_names_used_by(function.__code__)
+            self._visit_globals(function.__globals__, function.__module__ or "", global_names, module)
             for name in used_names & sys.modules.keys() - function.__globals__.keys():  # imported inside the function
                 self._visit(sys.modules[name], f"module {name}", module)
 
@@ -372,6 +375,15 @@ def names_used_by(code: CodeType) -> frozenset[str]:
         if isinstance(const, CodeType):
             names |= names_used_by(const)
     return frozenset(names)
+
+
+@lru_cache(maxsize=4096)
+def global_names_used_by(code: CodeType) -> frozenset[str]:
+    """Return the names that a function's code uses, without names of attributes only, such as `data` in `x.data`."""
+    names = {const for const in code.co_consts if isinstance(const, str)}
+    names.update(op.argval for op in dis.get_instructions(code) if "GLOBAL" in op.opname or op.opname in _NAME_OPS)
+    nested = (global_names_used_by(const) for const in code.co_consts if isinstance(const, CodeType))
+    return names_used_by(code) & names.union(*nested)
 
 
 def _is_library_module(name: str | None) -> bool:

@@ -25,7 +25,7 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.torch.capture.watch import StateWatch  # noqa: E402
 
-SCALE, TABLE = 1.0, {"scale": 1.0}
+SCALE, TABLE, data, items, found = 1.0, {"scale": 1.0}, np.zeros(3), [2.0], [3.0]
 
 
 @dataclasses.dataclass
@@ -306,3 +306,22 @@ def test_random_generators_are_rejected(make):
         pytest.raises(nd.ConfigError, match="random generator, whose values would be"),
     ):
         ndt.distribute(module, SHAPE, grid)
+
+
+def test_only_global_variables_that_code_reads_are_watched():
+    """A global variable with the name of an attribute, such as a large array, is neither watched nor hashed."""
+
+    def read(x):
+        def nested():
+            return items[0] * globals()["found"][0]
+
+        return x.data * nested()
+
+    watch = StateWatch(read)
+    before = watch.key()
+    data[0] += 1
+    assert watch.key() == before
+    for values in items, found:
+        values[0] += 1
+        assert watch.key() != before
+        before = watch.key()
