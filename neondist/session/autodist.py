@@ -150,9 +150,14 @@ class AutoDist:
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
-        """The strategy built for the PyTorch modules of the scopes so far; without modules, the `strategy` argument."""
-        plan = self._plan_module_parameters()
-        return self._requested_strategy if plan is None else plan.strategy
+        """The strategy built for the PyTorch modules, or else the first built model, of the scopes so far.
+
+        Before one exists, the `strategy` argument.
+        """
+        if plan := self._plan_module_parameters():
+            return plan.strategy
+        plans = [model.compiled for model in self._scoped_models if getattr(model, "compiled", None) is not None]
+        return plans[0].parameters.strategy if plans else self._requested_strategy
 
     def session(
         self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any

@@ -98,3 +98,18 @@ def test_script_launches_its_ranks_and_prints_once(tmp_path):
         printed[ranks] = [line for line in out.splitlines() if line.startswith("['a b', '--fail']")]
     assert len(printed[1]) == 3
     assert printed[2] == [line.replace("] 1 ", "] 2 ") for line in printed[1]]
+
+
+def test_strategy_is_the_one_built_for_a_model_of_layers():
+    def body(world):
+        with nd.ProcessGrid(world, replicas=2, rows=1, cols=1) as grid:
+            d = nd.AutoDist(strategy="PSLoadBalancing", grid=grid)
+            with d.scope():
+                model = nd.MLP([nd.FCLayer(3)])
+                requested = d.strategy
+                model.build((4,), batch_size=2)
+            return requested, d.strategy
+
+    for requested, built in nd.loopback.run(2, body):
+        assert isinstance(requested, nd.strategies.PSLoadBalancing)
+        assert built.parameters["fc1/weights"].kind == "server"
