@@ -175,7 +175,7 @@ def loader(
         Number of samples in a global batch, over all ranks.
     shuffle : bool
         Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`
-        and the same options.
+        and the same options, provided that every epoch is read to its end.
     seed : int
     num_workers : int
         Worker processes per rank.
