@@ -14,7 +14,7 @@ from .remote import UNREACHABLE_EXIT_CODE, describe_exit_cause
 
 MAX_SERVICE_RESTARTS = 5
 """Maximum number of restarts of a killed service."""
-_ADDRESS_PATTERN = re.compile(r"(?:PServer|Master) at (\S+)$")
+_ADDRESS_PATTERN = re.compile(r"(?:PServer|Master) at (\S+:\d+)$")
 
 
 class ServiceProcess:
