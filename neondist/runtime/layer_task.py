@@ -23,6 +23,7 @@ class LayerTask(Task):
     """Task of a layer's step, which computes a value from another value."""
 
     context_class = StepContext
+    _dtype_remedy = "convert it, and use Python numbers as constants, since NumPy's float64 promotes float32 arrays"
 
     def __init__(self, index: int, graph: Graph, layer: Layer) -> None:
         super().__init__(index, graph)
@@ -305,8 +306,8 @@ class LayerTask(Task):
         elif shape is not None and tuple(array.shape) != tuple(shape):
             remedy = "declare this shape" if method == "forward" else "return the gradient of the whole view"
             fault = f"an array of shape {tuple(array.shape)}; expected {tuple(shape)}: {remedy}, or correct {method}"
-        elif array.dtype.itemsize < dtype.itemsize or array.dtype.kind != dtype.kind:
-            fault = f"an array of dtype {array.dtype}; expected {dtype}"
+        elif array.dtype != dtype:
+            fault = f"an array of dtype {array.dtype}; expected {dtype}: {self._dtype_remedy}"
         else:
             return
         self._raise_mismatch(f"{method} returns {fault}")
@@ -320,14 +321,18 @@ class LayerTask(Task):
             )
 
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
-        """Raise PlanMismatchError if the sizes of partial results differ from the layer's declaration."""
+        """Raise PlanMismatchError if partial results have a wrong dtype, or other sizes than the layer declares."""
         for partial_result, samples in zip(partials, counts, strict=True):
             declared_size = reduction.result_elements(samples)
             if partial_result is None:
                 continue
+            method, dtype = "reduce" if reduction.direction == "forward" else "reduce_backward", self.layer.context.dtype
             if not hasattr(partial_result, "dtype"):
-                method = "reduce" if reduction.direction == "forward" else "reduce_backward"
                 self._raise_mismatch(f"{method} returns a {type(partial_result).__name__}; return an array")
+            if partial_result.dtype != dtype:
+                self._raise_mismatch(
+                    f"{method} returns an array of dtype {partial_result.dtype}; expected {dtype}: {self._dtype_remedy}"
+                )
             if partial_result.size != declared_size:
                 self._raise_mismatch(
                     f"reduces {counted(partial_result.size, 'element')} {reduction.direction}, but reductions_for"

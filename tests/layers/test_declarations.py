@@ -43,10 +43,10 @@ class PlainLayerDist(nd.Dist, nd.Layer):
         return 2 * dy
 
 
-def train(comm, **members):
+def train(comm, dtype="float64", **members):
     layer = type("OwnLayerDist", (PlainLayerDist,), members)()
     layers = [nd.ConvLayerDist(2, 3, padding=1), layer, nd.ConvLayerDist(2, 3, padding=1), nd.FCLayerDist(3)]
-    model = nd.ConvnetDist(layers, dtype="float64", seed=1)
+    model = nd.ConvnetDist(layers, dtype=dtype, seed=1)
     model.build((8, 6, 1), 2, nd.ProcessGrid(comm))
     model.train_batch(model.scatter(np.ones((2, 8, 6, 1))), np.array([0, 2]))
 
@@ -197,6 +197,24 @@ def test_invalid_results(members, message, method, monkeypatch):
     def job(comm):
         with pytest.raises(PlanMismatchError, match=f"layer 'own1' .*{message}"):
             train(comm, **members)
+
+    loopback.run(2, job)
+
+
+@pytest.mark.parametrize("method", ["forward", "backward", "reduce", "reduce_backward"])
+def test_results_promoted_to_float64_are_rejected(method):
+    """Ranks would exchange twice the planned bytes."""
+
+    def job(comm):
+        direction = "backward" if method == "reduce_backward" else "forward"
+        members = {method: lambda layer, ctx, array: array.astype("f8")}
+        if "reduce" in method:
+            members = {
+                "reductions_for": lambda layer, shape: [nd.Reduction(direction, "tiles", shape[-1])],
+                method: lambda layer, ctx, array: ctx.kernels.sample_sum(array).astype("f8"),
+            }
+        with pytest.raises(PlanMismatchError, match=f"{method} returns an array of dtype float64; expected float32"):
+            train(comm, "float32", **members)
 
     loopback.run(2, job)
 
