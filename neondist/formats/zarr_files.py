@@ -144,6 +144,10 @@ class ZarrSink(DraftSink):
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
             raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name the axis T, or write a plain .zarr")
+        if sum(name in "ZYX" for name in self.axes) < 2:
+            raise ConfigError(
+                f"{self.path}: OME-Zarr needs two of the axes Z, Y and X, not '{self.axes}'; write a plain .zarr"
+            )
         group = zarr.open_group(str(self._temp_path), mode="w", zarr_format=version)
         halved_axes, shape = self._halved_axes(), list(self.shape)
         levels: list[str] = []

@@ -5,6 +5,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import combinations
 
 import h5py
 import numpy as np
@@ -311,6 +312,26 @@ def test_boxes_are_new_writable_arrays(tmp_path, suffix):
             cells = source.read(box)
             cells += 1
             np.testing.assert_array_equal(source.read(box), crop(array, box))
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".png"])
+@pytest.mark.parametrize("count", range(5))
+@pytest.mark.long
+def test_any_axes_are_stored_or_rejected(tmp_path, suffix, count):
+    for number, letters in enumerate(combinations("NTZYX", count)):
+        axes = "".join([*letters, "C"])
+        shape, path = (*range(2, 2 + count), 1), tmp_path / f"{number}{suffix}"
+        array = np.random.default_rng(number).integers(0, 99, shape, dtype=np.uint8)
+        try:
+            write(path, array, axes, **({"channels": False} if suffix in (".npy", ".h5") else {}))
+        except nd.ConfigError:
+            assert not [*tmp_path.glob(f"{number}.*")]
+            continue
+        if (suffix, axes) == (".nc", "C"):  # no single variable of two or more dimensions
+            path = path.with_name(f"{path.name}:predictions")
+        stored_axes = axes[:-1] or axes
+        with nd.open_source(path, axes=stored_axes if suffix in (".npy", ".h5") else None) as source:
+            np.testing.assert_array_equal(source.read([(0, n) for n in source.shape]).ravel(), array.ravel())
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
