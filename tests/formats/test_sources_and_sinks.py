@@ -303,6 +303,20 @@ def test_dtypes_of_formats(tmp_path, suffix, dtype):
         assert source.dtype == array.dtype
 
 
+@pytest.mark.parametrize("dtype", [">u2", ">i2", ">f4", ">f8"])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".ome.tif", ".png"])
+def test_big_endian_dtypes(tmp_path, suffix, dtype):
+    array, path = (np.random.default_rng(0).random((5, 6, 1)) * 100).astype(dtype), tmp_path / f"a{suffix}"
+    if suffix == ".png":
+        array = array.astype(dtype := ">u2")
+    with nd.create_sink(path, array.shape, dtype, "YXC") as sink:
+        sink.write(nd.Box.of(array.shape), array)
+        sink.commit()
+    with nd.open_source(path) as source:
+        assert source.dtype == sink.dtype == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)).squeeze(), array.squeeze())
+
+
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".png"])
 def test_boxes_are_new_writable_arrays(tmp_path, suffix):
     array, path = draw_image("YXC", "uint8"), tmp_path / f"out{suffix}"
