@@ -95,6 +95,32 @@ def test_worst_samples_are_equal_on_all_grids(tmp_path, dense, shape, fields):
     assert main(["report", str(folder)]) == 2
 
 
+class Numbers(nd.Synthetic):
+    """Synthetic images with numbers per sample, those of the first of which look like probabilities."""
+
+    target_shape = (2,)
+
+    def open_splits(self, grid):
+        targets = np.array([[0.0, 1.0], [3.0, -2.0], [2.0, 5.0]])
+        splits = super().open_splits(grid)
+        return tuple(nd.Split(split.images(range(len(split))), targets[: len(split)], scale=1.0) for split in splits)
+
+
+@pytest.mark.parametrize("test", [1, 2, 3])
+def test_numbers_that_look_like_probabilities_on_one_replica(tmp_path, test):
+    def job(comm):
+        data = Numbers((7, 6, 1), classes=2, train=3, test=test)
+        model = nd.ConvnetDist([nd.FCLayerDist(2)], cost=nd.MSE(), backend="numpy")
+        grid = nd.ProcessGrid(comm, replicas=comm.size)
+        nd.FitExperiment(data, model, batch_size=3).run(grid, output=tmp_path / f"{comm.size}", hooks=[])
+
+    for replicas in (1, 2):
+        loopback.run(replicas, job)
+    with np.load(tmp_path / "1" / "worst.npz") as expected, np.load(tmp_path / "2" / "worst.npz") as actual:
+        for name in expected:
+            np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (4, 3, 1), (2, 7, 3)])
 def test_encoded_png_has_the_pixels(shape):
     image = pytest.importorskip("PIL.Image")

@@ -103,6 +103,8 @@ def _sample_pictures(
     y, ignore_index = to_host(y), model.cost.ignore_index
     labels, valid_mask = mask_ignored(targets, ignore_index)
     classified = scores_and_labels(y, labels)
+    if not all(grid.world.allgather(classified is not None)):  # numbers of one rank can look like classes
+        classified = None
     prediction, label = (y, targets) if classified is None else (classified[0].argmax(-1), classified[1])
     if classified is not None and valid_mask is not None:
         label = np.where(valid_mask, label, ignore_index)
