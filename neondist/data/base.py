@@ -265,7 +265,9 @@ class Dataset(Registered, ABC):
     def _augment_splits(self, tile: AugmentedTile) -> None:
         for split in self.splits.values() if tile.moves_cells else ():
             shape = tile_shape(split.labels)[: tile.box.ndim]
-            if are_label_maps(split.labels, tile.box) and shape != tile.input_box.shape:
+            extent = (self.target_shape or tile.shape)[: tile.box.ndim]
+            fits = (shape, extent) == (tile.input_box.shape, tile.shape[:-1])
+            if are_label_maps(split.labels, tile.box) and not fits:
                 raise DataError(
                     f"augment: label maps must be as large as the images, {tile.shape[:-1]}, to be moved with them;"
                     " leave out Flip, QuarterTurns, Shift and Elastic"

@@ -94,6 +94,38 @@ def test_training_on_label_maps(path):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.parametrize(("maps", "extent"), [(False, 2), (False, 8), (True, 2), (True, 8), (True, 16)])
+def test_two_axes_of_signal_labels(path, maps, extent):
+    """Compare (N, K) with vectors, or with outputs along the signal; 8 is that of a layer of stride 2."""
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for part in ("train", "test"):
+            file[f"{part}/images"], file[f"{part}/labels"] = rng.normal(size=(5, 16, 1)), rng.normal(size=(5, extent))
+
+    def run(comm):
+        layers = [nd.ConvLayerDist(1, 3, stride=16 // extent, padding=1)] if maps else [nd.FCLayerDist(extent)]
+        model = nd.ConvnetDist(layers, cost=nd.MSE(), dtype="float64", backend="numpy")
+        experiment = nd.FitExperiment(nd.HDF5Dataset(path), model, batch_size=3)
+        return experiment.run(nd.ProcessGrid(comm), hooks=[]).history[0]["test_loss"]
+
+    (expected,) = loopback.run(1, run)
+    for ranks in (2, 3, 4):
+        assert loopback.run(ranks, run) == pytest.approx([expected] * ranks, rel=1e-10)
+
+
+def test_numbers_of_signals_are_not_moved_as_maps(path):
+    with h5py.File(path, "w") as file:
+        file["train/images"], file["train/labels"] = np.zeros((5, 4, 1)), np.zeros((5, 2))
+
+    def run(comm):
+        model = nd.ConvnetDist([nd.FCLayerDist(2)], cost=nd.MSE())
+        with pytest.raises(DataError, match=r"label maps must be as large as the images, \(4,\)"):
+            nd.FitExperiment(nd.HDF5Dataset(path), model, augment=[nd.Flip()]).run(nd.ProcessGrid(comm), hooks=[])
+
+    for ranks in (1, 2):
+        loopback.run(ranks, run)
+
+
 def test_next_batch_is_prefetched(path, monkeypatch):
     write_hdf5(path)
     data, second_batch_read = nd.HDF5Dataset(path), threading.Event()

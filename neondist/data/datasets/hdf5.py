@@ -206,7 +206,10 @@ class HDF5Dataset(Dataset):
         self, grid: ProcessGrid, group: HDF5GroupInfo, train_group: HDF5GroupInfo, sample_numbers: np.ndarray
     ) -> Split:
         def get_tiles(array: ArrayInfo, cls: type[HDF5Array]) -> HDF5Array:
-            cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
+            extent = array.shape[1 : len(self.sample_shape)]
+            # (N, K) may be K numbers for each signal, which a vector is compared with: every rank reads all of them
+            is_tiled = len(array.shape) > 2 or extent == self.sample_shape[:-1]
+            cells = grid.tile_box(extent).slices if is_tiled else ()
             return cls(
                 group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime
             )
