@@ -80,7 +80,7 @@ def guess_axes(shape: Sequence[int], where: str | Path = "") -> str:
 
 
 def squeeze_channels(axes: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Return axes and shape without the channel axis, if it has extent 1, others exist, and the option `channels` is False."""
+    """Return axes and shape without the channel axis, if `channels` is False, it has extent 1, and others exist."""
     if options.get("channels", True) or shape[-1] != 1 or len(shape) == 1:
         return axes, shape
     return axes[:-1], shape[:-1]

@@ -322,11 +322,11 @@ class LayerTask(Task):
 
     def _check_partial_sizes(self, reduction: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanMismatchError if partial results have a wrong dtype, or other sizes than the layer declares."""
+        method, dtype = "reduce" if reduction.direction == "forward" else "reduce_backward", self.layer.context.dtype
         for partial_result, samples in zip(partials, counts, strict=True):
             declared_size = reduction.result_elements(samples)
             if partial_result is None:
                 continue
-            method, dtype = "reduce" if reduction.direction == "forward" else "reduce_backward", self.layer.context.dtype
             if not hasattr(partial_result, "dtype"):
                 self._raise_mismatch(f"{method} returns a {type(partial_result).__name__}; return an array")
             if partial_result.dtype != dtype:
