@@ -34,9 +34,7 @@ def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
 
 def _is_alias(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Return whether a tensor has the same elements as another in the same memory, as the result of `detach` does."""
-    if other is None or tensor.shape != other.shape or tensor.stride() != other.stride() or not tensor.numel():
-        return False
-    return tensor.dtype == other.dtype and tensor.data_ptr() == other.data_ptr()
+    return other is not None and tensor.dtype == other.dtype and tensor.is_set_to(other)
 
 
 class Tiling:

@@ -46,11 +46,27 @@ def conv(
     if _should_use_compiled(x, weight, *options) or _is_matrix_product(x, weight, *options):
         y: torch.Tensor = _Convolution.apply(x, weight, bias, *options)
         return y
+    x, strides = _drop_strides_of_single_windows(x, weight, stride, padding, dilation)
     # with channels last, oneDNN is slower and copies weights
     if memory_format_of(x) != torch.contiguous_format and _is_supported(x, weight):
         x = x.contiguous()
-    result: torch.Tensor = _FALLBACK_BY_NDIM[weight.dim() - 2](x, weight, bias, *options)
+    result: torch.Tensor = _FALLBACK_BY_NDIM[weight.dim() - 2](x, weight, bias, strides, *options[1:])
     return result
+
+
+def _drop_strides_of_single_windows(
+    x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> tuple[torch.Tensor, Ints]:
+    """Return the cells of the windows and strides that are 1 along axes with one window, where they have no effect.
+
+    With such strides, PyTorch 2.13's 16-bit kernels for processors with AMX return wrong numbers.
+    """
+    strides = list(stride)
+    for axis, (cells, pad, step) in enumerate(zip(weight.shape[2:], padding, dilation, strict=True)):
+        dim, span = axis - len(strides), (cells - 1) * step + 1
+        if pad == 0 and span <= x.shape[dim] < span + strides[axis]:
+            x, strides[axis] = x.narrow(dim, 0, span), 1
+    return x, tuple(strides)
 
 
 def _should_use_compiled(

@@ -174,14 +174,17 @@ def conv_transpose(
     view, pads, atoms, local_crops = _transposed_window_view(lowering, x, window, lowering.fake_out.shape[-n:])
     extras = value_per_axis(output_padding, n)
     extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
-    conv_args = window.stride, pads, extras, groups, window.dilation
+    conv_args = pads, extras, groups, window.dilation
     run = _CONV_TRANSPOSE_BY_NDIM[n]
     run = _zeros_instead_of_stride(run) if max(window.stride) > prod(window.kernel) == 1 else run
     layout = image_layout(x, weight.shape[1] * groups, atoms)
 
     def convolve(own_crops: _LocalCrops, a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if all(full for *_, full in own_crops.crops):
-            y = _crop_results(run(a, w, None, *conv_args), own_crops.crops)
+            # PyTorch 2.13's 16-bit gradients for processors with AMX are wrong for strides along single cells
+            sizes = zip(window.stride, a.shape[-n:], extras, strict=True)
+            strides = [1 if size == 1 and not extra else stride for stride, size, extra in sizes]
+            y = _crop_results(run(a, w, None, strides, *conv_args), own_crops.crops)
         else:  # no input contributes to these results
             y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(own_crops.shape)
         return y if b is None else y + b.view(-1, *[1] * n)

@@ -94,6 +94,35 @@ def test_dtypes_of_operators(name, options):
     check_dtypes(FunctionModule(function, *copy.deepcopy(modules)), torch.randn(2, 4, 8, 6), **options)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 3)])
+def test_values_of_single_windows(transposed, grid):
+    """Also with ranks without cells; the result of `detach` is recognised on them."""
+    torch.manual_seed(0)
+    if transposed:
+        module = nn.ConvTranspose2d(4, 8, (3, 2), stride=(1, 3), padding=(1, 0))
+    else:
+        module = nn.Conv2d(4, 8, 3, stride=(1, 3), padding=(1, 3), dilation=(1, 3))
+    x = torch.randn(2, 4, 5, 2, requires_grad=True)
+    expected = module(x)
+    target = torch.ones_like(expected)
+    expected_gradients = torch.autograd.grad(nn.MSELoss()(expected, target), [x, module.weight])
+
+    def body(world):
+        with ProcessGrid(world, replicas=grid[0], rows=grid[1], cols=grid[2]) as ranks:
+            local_module = copy.deepcopy(module)
+            model = ndt.distribute(local_module, x.shape, ranks)
+            with torch.autocast("cpu", torch.bfloat16):
+                tile = model.scatter(x.detach()).requires_grad_()
+                y = model(tile)
+                model.loss(nn.MSELoss(), y, model.scatter_target(target)).backward()
+            return model.gather(y.detach()), model.gather(tile.grad), local_module.weight.grad
+
+    for results in loopback.run(grid[0] * grid[1] * grid[2], body):
+        for y, y_expected in zip(results, (expected.detach(), *expected_gradients), strict=True):
+            torch.testing.assert_close(y.float(), y_expected, rtol=0.05, atol=0.05 * y_expected.abs().max().item())
+
+
 class SingleNorm(nn.Module):
     """Norm in float32, as in many public models; the dtype of the result is read from the argument."""
 

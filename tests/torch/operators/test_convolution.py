@@ -1,6 +1,6 @@
 """Convolutions by compiled kernels and by matrix products match PyTorch's, in channels-last memory."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -50,6 +50,25 @@ def test_results_and_gradients(case, channels_last):
     torch.testing.assert_close(without_bias, reference(x, w, None, *settings), rtol=0, atol=1e-12)
     (weight_gradient,) = torch.autograd.grad(without_bias, inputs[1:2], dy)
     torch.testing.assert_close(weight_gradient, reference_inputs[1].grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize(("cells", "dilation", "stride"), list(product((2, 3), (1, 2), (2, 3))))
+def test_single_windows_in_bfloat16(ndim, cells, dilation, stride):
+    """PyTorch 2.13's kernels for processors with AMX return wrong numbers with strides other than 1."""
+    span, ones = (cells - 1) * dilation + 1, (1,) * (ndim - 1)
+    settings = (*ones, stride), (*ones, 0), (*ones, dilation), 1
+    reference = {2: F.conv2d, 3: F.conv3d}[ndim]
+    for size in range(span, span + stride):
+        shapes = (2, 4, *(3, 5)[3 - ndim :], size), (4, 4, *[3] * (ndim - 1), cells)
+        inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+        reference_inputs = [x.detach().float().requires_grad_() for x in inputs]
+        actual, expected = convolution.conv(*inputs, None, *settings), reference(*reference_inputs, None, *settings)
+        dy = torch.randn(expected.shape).bfloat16()
+        results = actual, *torch.autograd.grad(actual, inputs, dy)
+        expected_results = expected, *torch.autograd.grad(expected, reference_inputs, dy.float())
+        for x, y in zip(results, expected_results, strict=True):
+            torch.testing.assert_close(x.float(), y, rtol=0.02, atol=0.02 * y.abs().max().item())
 
 
 @pytest.mark.parametrize(
