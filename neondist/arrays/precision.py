@@ -145,8 +145,8 @@ MAX_LOSS_SCALE = 2.0**127  # the largest power of two in float32
 
 
 def parse_dtype(field: str, dtype: Any) -> np.dtype:
-    """Return a NumPy dtype; ConfigError for `field` if the value is not one."""
+    """Return a NumPy dtype in native byte order; ConfigError for `field` if the value is not one."""
     try:
-        return np.dtype(dtype)
+        return np.dtype(dtype).newbyteorder("=")
     except TypeError:
         raise ConfigError(f"{field}: {dtype!r} is not a NumPy dtype; give a name such as 'float32'") from None

@@ -259,7 +259,7 @@ class TileSink(ABC):
         grid: ProcessGrid | None,
     ) -> None:
         self.path, self.axes, self.grid, self.lost_metadata = path, axes, grid, list[str]()
-        self.shape, self.dtype = tuple(map(int, shape)), np.dtype(dtype).newbyteorder("=")
+        self.shape, self.dtype = tuple(map(int, shape)), np.dtype(dtype)
         self.chunks = None if chunks is None else tuple(map(int, chunks))
 
     def write(self, box: BoxLike, array: np.ndarray) -> None:

@@ -163,3 +163,18 @@ def test_error_messages():
         nd.SerialArray((2, 5, 5, 1), backend="nunpy")
     with pytest.raises(ConfigError, match="dtype: 'float31' is not a NumPy dtype"):
         nd.SerialArray((2, 5, 5, 1), dtype="float31")
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4"])
+def test_views_have_native_byte_order(dtype):
+    """MPI libraries exchange no swapped bytes."""
+    array = np.arange(30).reshape(1, 6, 5, 1).astype(dtype)
+
+    def run(comm):
+        tiled = nd.GlobalArray(nd.ProcessGrid(comm), array.shape, nd.Window(3, padding=1), dtype=dtype)
+        tile = tiled.scatter(array)
+        return tile.dtype, tiled.get_fprop_view(tile).dtype, tiled.gather(tile)
+
+    for *dtypes, whole in loopback.run(2, run):
+        assert dtypes == [array.dtype.newbyteorder("=")] * 2
+        np.testing.assert_array_equal(whole, array)
