@@ -13,7 +13,7 @@ from ...geometry import Atom, Place
 from ..exchange.normalisation import MomentsSpec
 from ..exchange.ring import RingPlan
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import DimPart, Step, Value, axes_of_values, supports_gradients
+from ..ir.graph import ACCUMULATION_DTYPES, DimPart, Step, Value, axes_of_values, supports_gradients
 from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, replicated
 
 PlaceFunction = Callable[[Place], Any]
@@ -80,6 +80,14 @@ class StepListBuilder:
         for layout in layouts:
             axes |= axes_of(layout)
         return tuple(self._add_local(run, args, layouts, [out.dtype for out in outs], axes, has_several_results=True))
+
+    def convert_dtype(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return a value in a dtype."""
+        return value if value.dtype == dtype else self.local(lambda a: a.to(dtype), [value], value.layout, dtype)
+
+    def widen(self, value: Value) -> Value:
+        """Return a value in the dtype in which PyTorch's kernels compute: float32 for 16-bit numbers."""
+        return self.convert_dtype(value, ACCUMULATION_DTYPES.get(value.dtype, value.dtype))
 
     def without_gradient(self, value: Value) -> Value:
         """Mark a new local result as constant, in place, and return it."""

@@ -182,10 +182,10 @@ def layer_norm(
         y = lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
         return lowering.as_first_result(y)
     group_size = prod(x.shape[d] for d in dims)
-    squares, deviations = mean_and_deviations(lowering, x, dims)[1:]
+    squares, deviations = mean_and_deviations(lowering, lowering.widen(x), dims)[1:]
     scale = lowering.local(lambda s: torch.rsqrt(s / group_size + eps), [squares], squares.layout)
-    y = lowering.local(torch.mul, [deviations, scale], x.layout)
-    return lowering.as_first_result(scale_and_shift(lowering, y, weight, bias, dims))
+    y = scale_and_shift(lowering, lowering.local(torch.mul, [deviations, scale], x.layout), weight, bias, dims)
+    return lowering.as_first_result(lowering.convert_dtype(y, x.dtype))
 
 
 @rule("aten.rms_norm.default", whole=("weight",))
@@ -197,7 +197,9 @@ def rms_norm(
     dims = list(range(ndim - len(normalized_shape), ndim))
     if not all(lowering.is_whole(x, dim) for dim in dims):
         group_size, epsilon = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
-        squares = sum_over_dims(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
+        wide_x = lowering.widen(x)
+        squares = sum_over_dims(lowering, lambda a, d, k: (a * a).sum(d, k), [wide_x], dims)
         scale = lowering.local(lambda s: torch.rsqrt(s / group_size + epsilon), [squares], squares.layout)
-        return scale_and_shift(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
+        y = scale_and_shift(lowering, lowering.local(torch.mul, [wide_x, scale], x.layout), weight, None, dims)
+        return lowering.convert_dtype(y, x.dtype)
     return lowering.local(lambda a, w: F.rms_norm(a, tuple(normalized_shape), w, eps), [x, weight], x.layout)

@@ -37,8 +37,7 @@ def prelu(lowering: Lowering, x: Value, weight: Value) -> Value:
 @rule("aten.type_as.default", "aten.to.other", applies_if_replicated=True)
 def type_as(lowering: Lowering, x: Value, other: Value, **_: object) -> Value:
     """Convert locally to the dtype of the second argument."""
-    dtype = lowering.fake_out.dtype
-    return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
+    return lowering.convert_dtype(x, lowering.fake_out.dtype)
 
 
 @rule("aten.detach.default", applies_if_replicated=True)

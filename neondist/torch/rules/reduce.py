@@ -68,8 +68,7 @@ def sum_or_mean(
     dims = nonnegative_dims(x, dim)
     count = prod(x.shape[d] for d in dims) if "mean" in name else 1
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
-        out_dtype = lowering.fake_out.dtype
-        x = lowering.local(lambda a: a.to(out_dtype), [x], x.layout, out_dtype)
+        x = lowering.convert_dtype(x, lowering.fake_out.dtype)
     summed = sum_over_dims(lowering, _sum_dims, [x], dims, keepdim)
     return summed if count == 1 else lowering.local(lambda a: a / count, [summed], summed.layout)
 
@@ -85,13 +84,14 @@ def variance(
     name = str(lowering.target)
     dims = nonnegative_dims(x, dim)
     degrees_of_freedom = prod(x.shape[d] for d in dims) - float(unbiased if correction is None else correction)
-    mean, squares, _ = mean_and_deviations(lowering, x, dims, has_gradient_of_mean=False)
+    mean, squares, _ = mean_and_deviations(lowering, lowering.widen(x), dims, has_gradient_of_mean=False)
     divisor = degrees_of_freedom if degrees_of_freedom > 0 else torch.nan
     result = lowering.local(lambda s: s / divisor, [squares], squares.layout)
     if "std" in name:
         result = lowering.local(_root_with_zero_gradient, [result], result.layout)
     layout = layout_after_reduction(x, dims, keepdim)
-    result, mean = lowering.reshape_local(result, layout), lowering.reshape_local(mean, layout)
+    result = lowering.convert_dtype(lowering.reshape_local(result, layout), x.dtype.to_real())
+    mean = lowering.convert_dtype(lowering.reshape_local(mean, layout), x.dtype)
     return (result, mean) if "_mean" in name else result
 
 
@@ -135,8 +135,10 @@ def vector_norm(
         return _extremum(lowering, magnitude, dims, keepdim, ord < 0, nan_shares_gradient=True)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return operator_along_dims(lowering, x, dim)
+    x = lowering.widen(x)
     summed = sum_over_dims(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
-    return lowering.local(lambda s: _root_with_zero_gradient(s, ord), [summed], summed.layout, lowering.fake_out.dtype)
+    norm = lowering.local(lambda s: _root_with_zero_gradient(s, ord), [summed], summed.layout)
+    return lowering.convert_dtype(norm, lowering.fake_out.dtype)
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
@@ -223,19 +225,18 @@ def softmax(
     """Compute locally; along a partitioned dimension, reduce maximum and sum over ranks."""
     dims, name = nonnegative_dims(x, dim), str(lowering.target)
     is_log, is_safe = "log" in name, "safe" in name  # is_safe: zeros where all scores are -inf
-    if dtype is not None and dtype != x.dtype:
-        x = lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
+    x = x if dtype is None else lowering.convert_dtype(x, dtype)
     if not axes_of_dims(x, dims):
         run = torch.ops.aten._safe_softmax if is_safe else torch.log_softmax if is_log else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
+    out_dtype, x = x.dtype, lowering.widen(x)
     greatest = _global_maximum(lowering, lambda a: a.clamp(min=torch.finfo(a.dtype).min), x, dims)
     shifted = lowering.local(torch.sub, [x, greatest], x.layout)
     summed = sum_over_dims(lowering, lambda a, d, k: a.exp().sum(d, k), [shifted], dims)
-    if is_log:
-        return lowering.local(lambda a, s: a - s.log(), [shifted, summed], x.layout)
     if is_safe:
         summed = lowering.local(lambda s: s.where(s != 0, 1), [summed], summed.layout)
-    return lowering.local(lambda a, s: a.exp() / s, [shifted, summed], x.layout)
+    run = (lambda a, s: a - s.log()) if is_log else (lambda a, s: a.exp() / s)
+    return lowering.convert_dtype(lowering.local(run, [shifted, summed], x.layout), out_dtype)
 
 
 @rule("aten.cumsum.default")
@@ -271,8 +272,7 @@ def product(
 ) -> Value:
     """Multiply locally, and multiply the products of all tiles; derivatives are computed as in PyTorch."""
     dims, out_dtype = nonnegative_dims(x, dim), lowering.fake_out.dtype
-    if x.dtype != out_dtype:
-        x = lowering.local(lambda a: a.to(out_dtype), [x], x.layout, out_dtype)
+    x = lowering.convert_dtype(x, out_dtype)
     axes = sorted(axes_of_dims(x, dims))
     parts = [lowering.mesh.parts[axis] for axis in axes]
     num_parts = prod(parts)

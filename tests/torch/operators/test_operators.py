@@ -9,7 +9,9 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import COMBINED_GRIDS, OTHER_GRIDS, FunctionModule, check_modules, split_into_groups  # noqa: E402
+from torch_runs import (  # noqa: E402
+    COMBINED_GRIDS, OTHER_GRIDS, FunctionModule, check_modules, gather_input_gradient, split_into_groups
+)  # fmt: skip
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -207,3 +209,46 @@ def test_assertions_raise_on_all_ranks(ranks, options):
         assert (
             nd.loopback.run(ranks, partial(run, largest=largest, smallest_target=smallest_target)) == [expected] * ranks
         )
+
+
+HALF_PRECISION_FUNCTIONS = {
+    "layer norm": lambda x: F.layer_norm(x, x.shape[1:], torch.linspace(1, 2, x[0].numel()).to(x).view(x.shape[1:])),
+    "rms norm": lambda x: F.rms_norm(x, x.shape[1:], eps=1e-5),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "softmax": lambda x: x.flatten(2).softmax(2) * 100,
+    "log softmax": lambda x: x.log_softmax(2),
+    "variance": lambda x: x.var((2, 3)),
+    "deviation": lambda x: x.std((0, 2, 3)),
+    "mean": lambda x: x.mean((2, 3)),
+    "norm": lambda x: torch.linalg.vector_norm(x, 2, (2, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", HALF_PRECISION_FUNCTIONS)
+def test_rounding_errors_of_16_bit_reductions_are_as_in_pytorch(name, dtype):
+    """Kernels compute in float32 and round the result, so reductions over ranks must not round on the way."""
+    torch.manual_seed(0)
+    function, x = HALF_PRECISION_FUNCTIONS[name], (torch.randn(1, 4, 32, 24) + 3).to(dtype)
+    dy = torch.randn(function(x.double()).shape).to(dtype)
+
+    def errors(y, dx):
+        return [((actual.double() - true).norm() / true.norm()).item() for actual, true in ((y, true_y), (dx, true_dx))]
+
+    def run(world):
+        with nd.ProcessGrid(world, rows=2, cols=2) as grid:
+            model = ndt.distribute(FunctionModule(function), x.shape, grid, dtype=dtype)
+            tile = model.scatter(x).requires_grad_()
+            y = model(tile)
+            y.backward(model.scatter_target(dy).to(dtype))
+            return errors(model.gather(y.detach()), gather_input_gradient(model, 0, tile.grad))
+
+    leaves = x.double().requires_grad_(), x.clone().requires_grad_()
+    true_y, true_dx = function(leaves[0]), None
+    true_y.backward(dy.double())
+    true_y, true_dx = true_y.detach(), leaves[0].grad
+    y = function(leaves[1])
+    y.backward(dy)
+    expected = errors(y.detach(), leaves[1].grad)
+    for actual, limit in zip(nd.loopback.run(4, run)[0], expected, strict=True):
+        assert actual <= 1.25 * limit + torch.finfo(dtype).eps / 8, (actual, limit)
