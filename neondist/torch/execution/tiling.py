@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ConfigError, ShapeError
 from ..exchange.mesh_comm import MeshComm
+from ..ir.functionalize import storage_id
 from ..ir.layout import (
     Layout,
     NeededRanges,
@@ -34,7 +35,11 @@ def mark_with_layout(tensor: torch.Tensor, layout: Layout) -> None:
 
 def _is_alias(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Return whether a tensor has the same elements as another in the same memory, as the result of `detach` does."""
-    return other is not None and tensor.dtype == other.dtype and tensor.is_set_to(other)
+    return other is not None and _memory_of(tensor) == _memory_of(other)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return storage_id(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 class Tiling:
