@@ -235,8 +235,8 @@ def softmax(
     summed = sum_over_dims(lowering, lambda a, d, k: a.exp().sum(d, k), [shifted], dims)
     if is_safe:
         summed = lowering.local(lambda s: s.where(s != 0, 1), [summed], summed.layout)
-    run = (lambda a, s: a - s.log()) if is_log else (lambda a, s: a.exp() / s)
-    return lowering.convert_dtype(lowering.local(run, [shifted, summed], x.layout), out_dtype)
+    y = lowering.local(lambda a, s: a - s.log() if is_log else a.exp() / s, [shifted, summed], x.layout)
+    return lowering.convert_dtype(y, out_dtype)
 
 
 @rule("aten.cumsum.default")

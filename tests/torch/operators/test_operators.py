@@ -10,7 +10,12 @@ import torch.nn.functional as F  # noqa: E402
 from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import (  # noqa: E402
-    COMBINED_GRIDS, OTHER_GRIDS, FunctionModule, check_modules, gather_input_gradient, split_into_groups
+    COMBINED_GRIDS,
+    OTHER_GRIDS,
+    FunctionModule,
+    check_modules,
+    gather_input_gradient,
+    split_into_groups,
 )  # fmt: skip
 
 import neondist as nd  # noqa: E402
