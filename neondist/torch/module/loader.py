@@ -93,9 +93,14 @@ class Loader:
                 part = next(batch_parts)
             except Exception as problem:
                 error = problem
-            compared_values = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            compared_values: dict[str, Any] = {
+                "the epoch": epoch,
+                "the number of batches": len(batches),
+                "the batch": number,
+            }
             if part is not None:
-                compared_values["the list of sample shapes (pad to equal sizes in collate_fn)"] = part.shapes
+                tensor_shapes = [shape for shape in part.shapes if shape is not None]
+                compared_values |= {"the list of sample shapes (pad to equal sizes in collate_fn)": tensor_shapes}
             self.grid.check("loader", compared_values | {"the list of samples": batch}, error)
             if part is not None:
                 yield self._mark_layouts(part, len(batch), own_slice.stop - own_slice.start)

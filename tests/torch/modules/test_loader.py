@@ -327,3 +327,13 @@ def test_boxes_require_an_extent():
 
     with pytest.raises(nd.ConfigError, match=r"WithoutExtent has read\(index, box\), but no attribute extent"):
         ndt.loader(WithoutExtent(), 3, grid=nd.ProcessGrid.serial())
+
+
+def test_replicas_may_have_lists_of_other_lengths():
+    """As the names of an uneven batch are: one string per sample."""
+
+    def body(world):
+        with nd.ProcessGrid(world, replicas=2) as grid:
+            return [y["name"] for _, y in ndt.loader(Images(3), 3, grid=grid)]
+
+    assert nd.loopback.run(2, body) == [[["sample 0", "sample 1"]], [["sample 2"]]]
