@@ -28,6 +28,8 @@ _REMEDY_BY_ERRNO = {
     errno.EACCES: "check permissions, or choose another path",
     errno.EEXIST: "choose another path, or remove the file",
     errno.ENOTDIR: "choose another path: part of this one is a file",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EROFS: "choose another path",
 }
 
 

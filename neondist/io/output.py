@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,7 +78,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
     with all_or_none(world):
         if world.rank == 0:
             created_folders = missing_folders(folder)
-            if resume is True and not folder.exists():
+            if resume is True and folder in created_folders:
                 raise DataError(f"{folder}: no run to resume; check the folder, or start a run with --resume auto")
             make_folder(folder)
             lock = FolderLock(folder)
@@ -103,7 +104,7 @@ def lock_folder(world: Transport, folder: Path, resume: bool | str = False, over
 
 def missing_folders(folder: Path) -> list[Path]:
     """Return the folder and its parents that do not exist, the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
+    return [path for path in (folder, *folder.parents) if not os.path.exists(path)]  # False without permission
 
 
 def remove_empty_folders(folders: Sequence[Path]) -> None:

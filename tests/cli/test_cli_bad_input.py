@@ -56,6 +56,8 @@ CASES = {
     "missing data": (["toy.yaml", "--set", "dataset=!MNIST {path: nowhere}"], r".*dataset.*nowhere.*"),
     "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be created \(.*\); .*"),
     "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be created \(.*\); .*"),
+    "output name too long": (["toy.yaml", "--output", "x" * 300], r"x+: the folder cannot be created .*shorter.*"),
+    "module name too long": (["toy.yaml", "--import", "x" * 300 + ".py"], r"x+\.py: cannot be accessed \(.*\); .*"),
     "import fails": (["toy.yaml", "--import", "nowhere.py"], r"--import nowhere\.py: no such file; .*"),
     "unknown backend": (["toy.yaml", "--set", "backend=numpi"], r".*backend.*numpi.*did you mean 'numpy'\?.*"),
 }
