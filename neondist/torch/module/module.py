@@ -228,13 +228,13 @@ class DistributedModule(nn.Module):
         self.training = mode
         return self
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return the module's state dict."""
-        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state dict; arguments are passed to its own method, which may take fewer or more."""
+        return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict, the same on every rank, into the module."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict, the same on every rank, into the module, as `state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ConfigError: communicators can be neither copied nor pickled."""

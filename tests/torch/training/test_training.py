@@ -146,6 +146,24 @@ def test_distributed_module_behaves_like_the_module(tmp_path):
                 copy_model(model)
 
 
+def test_state_dict_methods_of_the_module_are_called():
+    """As in segmentation_models_pytorch, whose `load_state_dict` has no positional `strict`."""
+
+    class Prefixed(nn.Conv2d):
+        def state_dict(self):
+            return {f"old.{name}": value for name, value in super().state_dict().items()}
+
+        def load_state_dict(self, state_dict, **kwargs):
+            return super().load_state_dict({name[4:]: value for name, value in state_dict.items()}, **kwargs)
+
+    with nd.ProcessGrid.serial() as grid:
+        model, other = (ndt.distribute(Prefixed(1, 2, 3), (1, 1, 5, 5), grid) for _ in range(2))
+        state = model.state_dict()
+        assert list(state) == ["old.weight", "old.bias"]
+        other.load_state_dict(state, strict=True)
+        torch.testing.assert_close(other.weight, model.weight)
+
+
 def test_modes_are_captured_once(monkeypatch):
     captured = []
     capture = capturing.capture_module
