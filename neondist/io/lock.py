@@ -110,10 +110,10 @@ class FileLock:
 
 
 class FolderLock(FileLock):
-    """Exclusive lock on a run folder."""
+    """Exclusive lock on a run folder; `holder`: '-supervisor' for the lock of a job that starts processes with it."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / LOCK_FILE_NAME, folder, "folder with --output")
+    def __init__(self, folder: Path, holder: str = "") -> None:
+        super().__init__(folder / f"{LOCK_FILE_NAME}{holder}", folder, "folder with --output")
 
 
 def _read_holder(path: Path) -> dict[str, Any]:

@@ -148,7 +148,9 @@ def is_empty_or_untrained(folder: Path) -> bool:
     other_paths = [
         path
         for path in folder.iterdir()
-        if path.name not in (LOCK, GENERATIONS, SERVER_FOLDER) and path.suffix != ".partial"
+        if path.name not in (GENERATIONS, SERVER_FOLDER)
+        and not path.name.startswith(LOCK)
+        and path.suffix != ".partial"
     ]
     return not other_paths or (folder / "environment.json").exists()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import OutputError
 from .files import append_text, write_text
+from .lock import FolderLock
 from .output import GENERATIONS
 from .regular_file import read_bytes
 
@@ -24,7 +25,7 @@ _MAX_EVENT_LOG_BYTES = 1 << 24
 
 
 class RunEventLog:
-    """Event log of a run, to which this process appends.
+    """Event log of a run, to which only this process appends, until `close`.
 
     Parameters
     ----------
@@ -41,11 +42,12 @@ class RunEventLog:
     Raises
     ------
     OutputError
-        If the log cannot be written.
+        If the log cannot be written, or another process supervises a run in the folder.
     """
 
     def __init__(self, folder: Path, resumed: bool = False) -> None:
         self.path = folder / GENERATIONS
+        self._lock = FolderLock(folder, "-supervisor")  # the ranks lock the folder only once they have started
         self.run_key = read_run_key(folder) if resumed else ""
         if not self.run_key:
             self.run_key = secrets.token_hex(16)
@@ -55,6 +57,10 @@ class RunEventLog:
     def add(self, event: str, **fields: Any) -> None:
         """Append an event."""
         append_text(self.path, format_event(event, **fields))
+
+    def close(self) -> None:
+        """Let other processes supervise runs in the folder."""
+        self._lock.release()
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Append an event, ignoring errors, so that the run continues."""

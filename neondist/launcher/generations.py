@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,11 @@ def run_generations(
         Replacements for `launch` and time.sleep in tests.
     """
     arguments.signals.needs_cleanup = True
-    log = None if experiment is None else RunEventLog(arguments.folder, bool(arguments.resume))
     addresses = supervisor_addresses(os.environ) if arguments.source is None else list_own_addresses()
     with SnapshotKeepers(addresses) as snapshot_keepers, ExitStack() as stack:
+        log = None
+        if experiment is not None:
+            log = stack.enter_context(closing(RunEventLog(arguments.folder, bool(arguments.resume))))
         if arguments.source is not None:
             stack.callback(arguments.source.wait_closed)
         run = _MultiGenerationRun(arguments, experiment, log, snapshot_keepers, start, sleep)

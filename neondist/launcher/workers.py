@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
-from ..io.output import CHECKPOINT, SERVER_FOLDER, TASKS, remove_run_files
+from ..io.output import CHECKPOINT, GENERATIONS, SERVER_FOLDER, TASKS, remove_run_files
 from ..io.run_event_log import RunEventLog
 from ..system.collector import exempt_new_objects_from_gc
 from ..system.job import detect_job
@@ -129,13 +129,14 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     if strategy is None or SERVERS_VARIABLE in os.environ:
         return None
     shape = experiment_grid_shape(experiment, arguments.ranks)
-    if arguments.overwrite:  # now, so that a restarted worker finds only files of this run
-        for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
-            remove_run_files(folder)
-    if not arguments.resume or not _continues_from_servers(arguments.folder):
-        shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
-    log = RunEventLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
+        log = stack.enter_context(closing(RunEventLog(arguments.folder, bool(arguments.resume))))
+        _check_existing_run(arguments)  # again: another job may have ended while this one waited for the lock
+        if arguments.overwrite:  # now, so that a restarted worker finds only files of this run
+            for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
+                remove_run_files(folder, keep=(GENERATIONS,))
+        if not arguments.resume or not _continues_from_servers(arguments.folder):
+            shutil.rmtree(Path(arguments.folder, SERVER_FOLDER), ignore_errors=True)
         worker_counts, elastic_slots = assign_workers(arguments, shape.replicas, shape.tiles), None
         hosts = [host for host, count in worker_counts.items() for _ in range(count)]
         if arguments.bounds is not None:

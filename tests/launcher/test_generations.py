@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from cli_runs import run_in_process
@@ -10,7 +11,8 @@ from restart_runs import GenerationScript
 from waiting import wait_until
 
 from neondist.cli.arguments import create_parser
-from neondist.errors import LaunchError
+from neondist.errors import LaunchError, OutputError
+from neondist.io import lock
 from neondist.io.run_event_log import RunEventLog, read_events, read_run_key
 from neondist.launcher import members
 from neondist.launcher.supervision import JobEnding
@@ -178,13 +180,20 @@ def test_conflicting_options(folder, words, message):
     assert (code, message in err, err.count("\n")) == (2, True, 1), err
 
 
-def test_run_event_log(tmp_path):
+def test_run_event_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT_SECONDS", 0.2)
     log = RunEventLog(tmp_path)
     log.add("start", ranks=2)
     with log.path.open("a") as file:
         file.write('{"event"\n[]\n{"event": 3}\n')
     assert [event["event"] for event in read_events(tmp_path)] == ["run", "start"]
-    assert RunEventLog(tmp_path, resumed=True).run_key == log.run_key == read_run_key(tmp_path)
-    assert RunEventLog(tmp_path).run_key != log.run_key
+    with pytest.raises(OutputError, match="in use by another run"):  # of a job whose ranks have not started yet
+        RunEventLog(tmp_path)
+    assert read_run_key(tmp_path) == log.run_key
+    log.close()
+    with closing(RunEventLog(tmp_path, resumed=True)) as resumed_log:
+        assert resumed_log.run_key == log.run_key == read_run_key(tmp_path)
+    with closing(RunEventLog(tmp_path)) as new_log:
+        assert new_log.run_key != log.run_key
     log.path.write_text('{"event": "run", "key": "../../etc"}\n')
     assert read_run_key(tmp_path) == ""
