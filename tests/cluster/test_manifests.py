@@ -135,6 +135,12 @@ def test_trainjob_leaves_commands_of_workers(folder):
     assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
+def test_commands_are_not_expanded_by_kubernetes(folder):
+    *_, job = mpi_job_manifests(submission(folder, settings=("dataset.path=/data/$(HOME)$$",)), "neondist:1")
+    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert "dataset.path=/data/$$(HOME)$$$$" in launcher["command"]
+
+
 @pytest.mark.parametrize(("text", "name"), [
     ("Toy 1.yaml", "toy-1"), ("a/b/mnist_convnet.yaml", "mnist-convnet"), ("1.yaml", "neondist-1"),
     ("ü.yaml", "neondist"), ("x" * 99, "x" * 40), ("-a-.yaml", "a"),

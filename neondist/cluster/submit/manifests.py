@@ -187,7 +187,8 @@ def _run_command(job: Submission, volume_claim: str | None) -> list[str]:
     keys = _config_map_keys(job)
     words = ["neondist", *job.run_arguments(lambda path: f"{_EXPERIMENT_DIR}/{keys[path]}")]
     folder = f"{_RUNS_DIR}/{job.name}" if volume_claim is not None else f"{_HOME_DIR}/runs/{job.name}"
-    return [*words, "--output", folder, *job.restart_options(), "--resume", "auto"]
+    words += ["--output", folder, *job.restart_options(), "--resume", "auto"]
+    return [word.replace("$", "$$") for word in words]  # Kubernetes expands $(NAME) and $$ in commands
 
 
 def _pod_spec(container: str, image: str, job: Submission, volume_claim: str | None) -> Manifest:
