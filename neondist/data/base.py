@@ -18,7 +18,7 @@ from ..registry.arguments import check_value
 from ..registry.ranges import Count, Index
 from ..terminal.console import counted
 from .augment import AugmentedTile, Transform
-from .split import Split, are_label_maps, tile_shape
+from .split import Split, tile_shape
 
 SPLITS = ("train", "validation", "test")
 AnyDataset = TypeVar("AnyDataset", bound="Dataset")
@@ -47,6 +47,8 @@ class Dataset(Registered, ABC):
         Available after `open`, as are `validation` and `test`.
     validation, test : Split or None
         The validation split is used to select settings, the test split for reported results. None if absent.
+    has_vector_targets : bool
+        Whether the model's outputs are vectors, so that (N, K) are numbers, not maps of signals; set by an experiment.
     content_hash : str
         Set by `open_splits`: a hash of the source data, independent of tiles and ranks. It is compared between
         ranks before training; if it is '' (the default), only labels are compared.
@@ -60,6 +62,7 @@ class Dataset(Registered, ABC):
     content_hash: str = ""
     target_shape: tuple[int, ...] | None = None
     class_names: Sequence[str] = ()
+    has_vector_targets = False
     _validation_share: float | int | None = None  # default for subclasses that do not call this constructor
     _num_shards_and_index: tuple[int, int] | None = None
     _batch_size_and_count: tuple[int, int] | None = None
@@ -172,6 +175,8 @@ class Dataset(Registered, ABC):
                 num_training = num_samples - self.count_validation_samples(num_samples)
                 self.validation = self.train.subset(num_training, num_samples)
                 self.train = self.train.subset(0, num_training)
+            for split in self.splits.values():
+                split.has_vector_targets = self.has_vector_targets
             self._grid = grid
             if self._num_shards_and_index is not None:
                 self._restrict_to_shard(*self._num_shards_and_index, grid)
@@ -267,7 +272,7 @@ class Dataset(Registered, ABC):
             shape = tile_shape(split.labels)[: tile.box.ndim]
             extent = (self.target_shape or tile.shape)[: tile.box.ndim]
             fits = (shape, extent) == (tile.input_box.shape, tile.shape[:-1])
-            if are_label_maps(split.labels, tile.box) and not fits:
+            if split.has_label_maps(tile.box.ndim) and not fits:
                 raise DataError(
                     f"augment: label maps must be as large as the images, {tile.shape[:-1]}, to be moved with them;"
                     " leave out Flip, QuarterTurns, Shift and Elastic"
@@ -285,7 +290,8 @@ class Dataset(Registered, ABC):
 
     def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""
-        lines = [f"{name} split: {split.properties_equal_on_all_ranks()}" for name, split in self.splits.items()]
+        ndim = len(self.sample_shape) - 1
+        lines = [f"{name} split: {split.properties_equal_on_all_ranks(ndim)}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content_hash}"] if self.content_hash else [])]
 
     def close(self) -> None:

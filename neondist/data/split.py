@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..arrays.rng import shuffled_indices
 from ..errors import DataError, ShapeError
 from ..formats.fields import FieldMetadata
-from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..system.lazy import LazyTile
 from ..terminal.console import counted
@@ -69,6 +68,7 @@ class Split:
     sampler: Sampler | None = None
     fill: float | None = None  # value that replaces NaN in `tiles`
     fields: FieldMetadata | None = None  # metadata of targets that are physical fields
+    has_vector_targets = False  # as in Dataset
     _augmented: AugmentedTile | None = None
 
     def __init__(
@@ -142,9 +142,13 @@ class Split:
         """Return the order of training samples in an epoch (int, shape (N,)), the same on every rank."""
         return shuffled_indices(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
-    def properties_equal_on_all_ranks(self) -> str:
+    def has_label_maps(self, spatial_ndim: int) -> bool:
+        """Return whether labels are tiles of label maps (N, *tile, ...) of images with this number of axes."""
+        return not self.has_vector_targets and len(tile_shape(self.labels)) >= spatial_ndim
+
+    def properties_equal_on_all_ranks(self, spatial_ndim: int) -> str:
         """Return as text the properties that must agree on all ranks: size, normalisation, and labels except maps."""
-        includes_labels = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
+        includes_labels = isinstance(self.labels, np.ndarray) and not self.has_label_maps(spatial_ndim)
         labels = f", labels {checksum(self.labels):08x}" if includes_labels else ""  # type: ignore[arg-type]
         factor, subtrahend = self.factor_and_subtrahend
         return f"{counted(len(self), 'sample')}, times {factor} minus {subtrahend}{labels}"
@@ -163,7 +167,7 @@ class Split:
         """Return the targets of some samples: classes (n,), numbers (n, K), or tiles of target images (n, *tile)."""
         sample_numbers = _as_index_array(indices)
         tile = self._augmented
-        if tile is not None and tile.moves_cells and are_label_maps(self.labels, tile.box):
+        if tile is not None and tile.moves_cells and self.has_label_maps(tile.box.ndim):
             return tile.label_maps(partial(read_cells, self.labels), sample_numbers, self.epoch)
         return self.labels[sample_numbers]
 
@@ -253,11 +257,6 @@ def read_cells(tiles: TileArray, numbers: np.ndarray, cells: tuple[slice, ...]) 
 def tile_shape(tiles: TileArray) -> tuple[int, ...]:
     """Return the shape of a tile, taken from the first tile if `tiles` has no shape."""
     return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
-
-
-def are_label_maps(labels: TileArray, box: Box) -> bool:
-    """Return whether labels are tiles of label maps (N, *tile, ...)."""
-    return len(tile_shape(labels)) >= len(box.lo)
 
 
 def _as_index_array(indices: ArrayLike) -> np.ndarray:

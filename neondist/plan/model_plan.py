@@ -69,6 +69,10 @@ class ModelPlan(Protocol):
         """Output shape of the model, channels last, global and without the batch."""
 
     @property
+    def has_vector_output(self) -> bool:
+        """Whether the output is known to be a vector, which is compared with whole targets."""
+
+    @property
     def parameters(self) -> ParameterPlan:
         """The trained parameters."""
 

@@ -115,6 +115,11 @@ class Plan(Sequence[LayerPlan]):
         return self.graph.shapes[self.graph.output_value]
 
     @property
+    def has_vector_output(self) -> bool:
+        """Whether the output has no spatial axes."""
+        return len(self.output_shape) == 1
+
+    @property
     def overlapping_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
         if self.stream is not None:

@@ -99,6 +99,7 @@ def validate_experiment(
             metric.check_field_metadata(plan.output_shape, dataset.fields)
     with set_error_subject(model.output_error_subject):
         model.check_targets(plan, dataset.classes, dataset.target_shape)
+    dataset.has_vector_targets = plan.has_vector_output
     for logger in experiment.loggers:
         with set_error_subject(logger):
             logger.check_package_installed()

@@ -1,6 +1,7 @@
 """HDF5 datasets: tiles of all ranks, prefetching, normalisation, and damaged files."""
 
 import threading
+from functools import partial
 
 import h5py
 import numpy as np
@@ -94,7 +95,7 @@ def test_training_on_label_maps(path):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize(("maps", "extent"), [(False, 2), (False, 8), (True, 2), (True, 8), (True, 16)])
+@pytest.mark.parametrize(("maps", "extent"), [(False, 2), (False, 8), (False, 16), (True, 2), (True, 8), (True, 16)])
 def test_two_axes_of_signal_labels(path, maps, extent):
     """Compare (N, K) with vectors, or with outputs along the signal; 8 is that of a layer of stride 2."""
     rng = np.random.default_rng(0)
@@ -113,17 +114,22 @@ def test_two_axes_of_signal_labels(path, maps, extent):
         assert loopback.run(ranks, run) == pytest.approx([expected] * ranks, rel=1e-10)
 
 
-def test_numbers_of_signals_are_not_moved_as_maps(path):
-    with h5py.File(path, "w") as file:
-        file["train/images"], file["train/labels"] = np.zeros((5, 4, 1)), np.zeros((5, 2))
+@pytest.mark.parametrize("count", [2, 4])
+def test_numbers_of_signals_are_not_moved_as_maps(path, count):
+    rng = np.random.default_rng(0)
+    signals, numbers = rng.normal(size=(5, 4, 1)), rng.normal(size=(5, count))
 
-    def run(comm):
-        model = nd.ConvnetDist([nd.FCLayerDist(2)], cost=nd.MSE())
-        with pytest.raises(DataError, match=r"label maps must be as large as the images, \(4,\)"):
-            nd.FitExperiment(nd.HDF5Dataset(path), model, augment=[nd.Flip()]).run(nd.ProcessGrid(comm), hooks=[])
+    def run(comm, augment=None):
+        model = nd.ConvnetDist([nd.FCLayerDist(count)], cost=nd.MSE(), dtype="float64")
+        experiment = nd.FitExperiment(nd.HDF5Dataset(path, validation=None), model, batch_size=2, augment=augment)
+        return experiment.run(nd.ProcessGrid(comm), hooks=[]).history[0]["train_loss"]
 
-    for ranks in (1, 2):
-        loopback.run(ranks, run)
+    losses = []
+    for images, augment in ((signals[:, ::-1], None), (signals, [nd.Flip(rate=1.0)])):
+        with h5py.File(path, "w") as file:
+            file["train/images"], file["train/labels"] = images, numbers
+        losses += [loss for ranks in (1, 2) for loss in loopback.run(ranks, partial(run, augment=augment))]
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-10)
 
 
 def test_next_batch_is_prefetched(path, monkeypatch):

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from small_datasets import GRIDS, assemble_image, make_grids
 
+import neondist as nd
+from neondist.comm import loopback
 from neondist.data import Synthetic
 from neondist.errors import ConfigError
 
@@ -61,6 +63,16 @@ def test_labels_per_cell():
     labels = load_split(make_grids(1, 2, 2)[1], "train", arguments).targets([4, 2])
     np.testing.assert_array_equal(labels, np.broadcast_to([[[1]], [[2]]], (2, 3, 3)))
     assert Synthetic(**arguments).target_shape == (5, 7)
+
+
+def test_training_on_labels_per_cell_of_signals():
+    def run(comm):
+        data = Synthetic((9, 1), classes=2, train=4, test=2, per_cell=True)
+        model = nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)], dtype="float64")
+        return nd.FitExperiment(data, model, batch_size=2).run(nd.ProcessGrid(comm), hooks=[]).history[0]["test_loss"]
+
+    (expected,) = loopback.run(1, run)
+    assert loopback.run(2, run) == pytest.approx([expected] * 2, rel=1e-10)
 
 
 def test_samples_do_not_depend_on_the_batch():

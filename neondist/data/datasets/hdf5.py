@@ -208,7 +208,7 @@ class HDF5Dataset(Dataset):
         def get_tiles(array: ArrayInfo, cls: type[HDF5Array]) -> HDF5Array:
             extent = array.shape[1 : len(self.sample_shape)]
             # (N, K) may be K numbers for each signal, which a vector is compared with: every rank reads all of them
-            is_tiled = len(array.shape) > 2 or extent == self.sample_shape[:-1]
+            is_tiled = len(array.shape) > 2 or (extent == self.sample_shape[:-1] and not self.has_vector_targets)
             cells = grid.tile_box(extent).slices if is_tiled else ()
             return cls(
                 group.path, array.name, array.shape, array.dtype, cells, sample_numbers, group.file_size_and_mtime

@@ -78,6 +78,7 @@ class ModulePlan:
     group_description: str
     overlapping_tiles: Partition | None
     is_streamed = False
+    has_vector_output = False  # unknown: outputs (N, L) may be signals without a channel axis
 
     @classmethod
     def create(
