@@ -56,12 +56,10 @@ class PerChannelMetric(Metric):
         return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:
-        """Raise UserError if outputs of this global shape are not fields (*spatial, C), or do not match the weights."""
-        if len(y_shape) < 2:
-            raise ShapeError(
-                f"{type(self).__name__} compares fields, but the last layer returns a vector; leave the metric out"
-            )
+        """Raise UserError if outputs of this global shape (*spatial, C) do not match the weights."""
         if self.weights is not None:
+            if len(y_shape) < 2:
+                raise ShapeError("weights: the last layer returns a vector, which has no cells; leave them out")
             check_cell_weights(self.weights, y_shape[:-1], fields)
 
     def create_meter(self, outputs: OutputLayout) -> Meter:

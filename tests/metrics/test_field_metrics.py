@@ -131,6 +131,10 @@ MISTAKES = {
         lambda d: d, "layers: [!ConvLayerDist {out_channels: 1, kernel_size: 3}]", "cost: !MSE {}",
         "metrics: [!RMSE {weights: cos(lat)}]", r"run.yaml:5: metrics.0.weights: outputs have \[4, 6\] cells",
     ),
+    "weights of a vector": (
+        lambda d: d, "layers: [!FCLayerDist {out_features: 48}]", "cost: !SumSquared {}",
+        "metrics: [!RMSE {weights: cos(lat)}]", r"run.yaml:5: metrics.0.weights: the last layer returns a vector",
+    ),
     "no climatology": (
         None, LAYERS, "cost: !MSE {}", "metrics: [!ACC {}]", r"ACC needs the climatology of a data set of fields",
     ),

@@ -149,6 +149,17 @@ def test_single_outputs_are_binary():
     assert np.isnan(evaluate_scores(y, labels + 0.5, metrics)["roc_auc"])
 
 
+def test_metrics_of_numbers_per_image_match_scikit_learn():
+    reference = pytest.importorskip("sklearn.metrics", reason="the oracle")
+    y, targets = np.random.default_rng(0).normal(size=(2, 11, 3))
+    metrics, images = [nd.RMSE(), nd.MeanAbsoluteError(), nd.R2(), nd.Bias()], y[:, None, None]
+    results = check_on_all_grids(images, targets, metrics, vectors=True)
+    scores = {"rmse": reference.root_mean_squared_error, "mae": reference.mean_absolute_error, "r2": reference.r2_score}
+    for name, score in scores.items():
+        np.testing.assert_allclose(results[name], score(targets, y, multioutput="raw_values"))
+    np.testing.assert_allclose(results["bias"], (y - targets).mean(0))
+
+
 def test_too_many_scores_are_rejected_on_all_ranks(monkeypatch):
     monkeypatch.setattr(roc, "MAX_DISTINCT_SCORES_PER_CLASS", 30)
     y, labels = draw_scores((4, 6, 5), 2)
