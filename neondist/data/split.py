@@ -168,8 +168,10 @@ class Split:
         sample_numbers = _as_index_array(indices)
         tile = self._augmented
         if tile is not None and tile.moves_cells and self.has_label_maps(tile.box.ndim):
-            return tile.label_maps(partial(read_cells, self.labels), sample_numbers, self.epoch)
-        return self.labels[sample_numbers]
+            targets = tile.label_maps(partial(read_cells, self.labels), sample_numbers, self.epoch)
+        else:
+            targets = self.labels[sample_numbers]
+        return targets.astype(targets.dtype.newbyteorder("="), copy=False)  # PyTorch accepts no other byte order
 
     def batches(
         self, batch_indices: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False

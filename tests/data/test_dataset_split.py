@@ -130,3 +130,9 @@ def test_tiles_computed_one_by_one_are_rejected():
         DataError, match=r"tiles\[\[0\]\] has shape \(3, 4, 1\); tiles must accept an array of 1 sample"
     ):
         Split(SingleTiles(np.ones((2, 3, 4, 1))), [0, 1])
+
+
+def test_targets_are_in_native_byte_order():
+    split = Split(np.zeros((3, 4, 1)), np.arange(3, dtype=">f4"))
+    assert split.targets([2, 0]).dtype.isnative
+    np.testing.assert_array_equal(split.targets([2, 0]), [2, 0])
