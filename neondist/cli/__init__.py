@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from ..errors import ConfigError, OutputError, UserError
-from ..io.files import WRITE_REMEDY, short_reason
+from ..errors import OutputError, UserError
+from ..io.files import WRITE_REMEDY, convert_path_errors, short_reason
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report_error
 from ..launcher.workers import end_with_supervisor
@@ -27,8 +27,6 @@ __all__ = ["main"]
 
 _OUTPUT_ERRNOS = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
 """Error numbers of writes to a closed pipe, a full disk or a broken device."""
-_PATH_ERRNOS = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
-"""Error numbers of paths that cannot be accessed; Path.exists and similar methods raise them before Python 3.14."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,15 +92,10 @@ def _run_command(argv: Sequence[str], signals: SignalRecorder) -> int:
         signals.restore_signal_defaults()
         signals.needs_cleanup = True
     try:
-        return arguments.command(arguments)
+        with convert_path_errors():
+            return arguments.command(arguments)
     except UserError as error:
         report_error(error)
-        return 2
-    except OSError as error:
-        if error.filename is None or error.errno not in _PATH_ERRNOS:
-            raise
-        problem = f"cannot be accessed ({short_reason(error)})"
-        report_error(ConfigError(f"{error.filename}: {problem}; check the path and its permissions"))
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE

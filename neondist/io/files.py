@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import OutputError, UserError
+from ..errors import ConfigError, OutputError, UserError
 from ..terminal.console import say
 from ..version import find_module_spec
 
@@ -137,6 +137,18 @@ def convert_file_errors(
     except OSError as error:
         remedy = remedy or _REMEDY_BY_ERRNO.get(error.errno or 0, WRITE_REMEDY)
         raise error_type(f"{path}: {problem} ({short_reason(error)}); {remedy}") from error
+
+
+@contextmanager
+def convert_path_errors() -> Iterator[None]:
+    """Convert OSError of a path that is too long or not permitted; before Python 3.14, Path.exists etc. raise it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+            raise
+        problem = f"cannot be accessed ({short_reason(error)})"
+        raise ConfigError(f"{error.filename}: {problem}; check the path and its permissions") from error
 
 
 def short_reason(error: BaseException) -> str:

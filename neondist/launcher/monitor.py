@@ -192,10 +192,8 @@ class Monitor:
     def _remove_dead_connections(self, selector: selectors.BaseSelector) -> None:
         """Remove closed and expired connections, and record a loss, if any."""
         dead_connections = [one for one in self._connections if one.closed or one.idle_seconds > self._timeout_of(one)]
-        if not dead_connections:
-            return
-        for connection in self._connections:  # a failing rank reports before the launcher ends the other ranks
-            connection.read(self)
+        for connection in self._connections if dead_connections else ():
+            connection.read(self)  # a failing rank reports before the launcher ends the other ranks
         any_failed = any(rank_state.exit_code for rank_state in self.rank_states.values())
         for connection in dead_connections:
             selector.unregister(connection.socket)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ..comm import Transport
 from ..errors import REPORT_DELAY_SECONDS, LaunchError, RemoteError, UserError
+from ..io.files import convert_path_errors
 from ..system import threads
 from ..system.collector import exempt_new_objects_from_gc
 from ..system.heartbeat import supervisor_descriptor
@@ -126,19 +127,21 @@ def _run_and_report_errors(
 ) -> int:
     """Prepare and work; return the exit code of the work, or of an error.
 
-    User errors in `prepare` occur on all ranks. An error on one rank ends all ranks, and one of them reports it.
+    User errors in `prepare` occur on all ranks, except those of files, which nodes may lack. An error on one rank ends
+    all ranks, and one of them reports it.
     """
     from ..comm import abort_with_error
 
     is_agreed = True
     try:
-        prepared = prepare(world, world.size)
+        with convert_path_errors():
+            prepared = prepare(world, world.size)
         is_agreed = False
         return work(world, prepared)
     except RemoteError:  # reported by the rank that failed
         return 1
     except UserError as error:
-        if is_agreed or error.raised_on_all_ranks:
+        if error.raised_on_all_ranks or (is_agreed and not isinstance(error.__cause__, OSError)):
             if world.rank == 0:
                 print_error(error)
             return 2
@@ -149,7 +152,7 @@ def _run_and_report_errors(
             world.abort(2)
         return 2
     except BaseException as error:
-        if is_agreed or world.size == 1:
+        if world.size == 1:
             raise
         if isinstance(error, KeyboardInterrupt):
             world.abort(130)

@@ -71,7 +71,7 @@ def test_errors_before_mpirun(folder, name):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("name", ["unknown tag", "output is a file"])
+@pytest.mark.parametrize("name", ["unknown tag", "output is a file", "module name too long"])
 def test_errors_under_mpirun(folder, name):
     """Expect one message apart from the notice that mpirun prints between rules."""
     words, pattern = CASES[name]

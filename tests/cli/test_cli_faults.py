@@ -96,6 +96,12 @@ def test_rank_stopped_in_user_code(folder):
 
 
 @pytest.mark.long
+def test_rank_interrupted_in_user_code(folder):
+    """End the other ranks, which wait for it."""
+    assert "no progress" not in run_with_fault(folder, "raise KeyboardInterrupt", expected=130)
+
+
+@pytest.mark.long
 def test_rank_that_exits_silently(folder):
     """Exit with code 0."""
     assert re.search(

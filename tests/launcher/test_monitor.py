@@ -96,6 +96,7 @@ def test_failed_rank_is_not_lost(monitor, ranks):
     first, second = ranks.start(0, "ended 2"), ranks.start(1)
     send_next_word(first)
     wait_until(lambda: monitor.exit_code)
+    wait_until(lambda: monitor.job_end_time)  # even if it does not exit
     second.kill()
     first.kill()
     monitor.drain_connections()
