@@ -91,7 +91,6 @@ class DistributedModule(nn.Module):
         object.__setattr__(self, "module", module)  # not a submodule, so that parameter names stay unchanged
         # share the module's own dictionaries, so that names, hooks of optimisers and `to` behave as on the module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self.training = module.training
         self.grid, self.step = grid, 0
         self._version_counters: tuple[int, ...] = ()
         self._deferred_gradients: dict[int, list[torch.Tensor] | None] = {}
@@ -225,8 +224,17 @@ class DistributedModule(nn.Module):
     def train(self, mode: bool = True) -> DistributedModule:
         """Set the module to training mode, or to evaluation mode if `mode` is False."""
         self.module.train(mode)
-        self.training = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode, also if its own methods set the mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if hasattr(self, "module"):  # not in the constructor of nn.Module
+            self.module.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state dict; arguments are passed to its own method, which may take fewer or more."""

@@ -166,6 +166,25 @@ def test_recomputed_segments_reuse_received_cells(scheme, forwards):
         assert sent == sent_again
 
 
+def test_mode_set_by_the_module_itself():
+    """Evaluation passes exchange the current cells, also after `eval` of the original module."""
+    images = torch.randn(3, 1, 1, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            module = nn.Conv2d(1, 1, 3, padding=1).double()
+            model = ndt.distribute(module, (1, 1, 8, 5), grid, scheme="stale")
+            for mode in (True, False, True):
+                module.train(mode)
+                assert model.training is mode
+                with torch.no_grad():
+                    outputs = [(model.gather(model(model.scatter(x))), module(x)) for x in images]
+                errors = [(y - expected).abs().max().item() for y, expected in outputs]
+                assert (max(errors) > 0.01) is mode, errors
+
+    loopback.run(2, body)
+
+
 @pytest.mark.filterwarnings("ignore:an output of a distributed module")
 @pytest.mark.parametrize("scheme", ["stale", "every(j=2)", "quantised(feedback=true)"])
 def test_stateful_schemes_reject_checkpoint(scheme):
