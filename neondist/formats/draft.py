@@ -152,7 +152,8 @@ class DraftSink(TileSink):
         """List in `lost_metadata` the metadata of the `like` image that the file does not store."""
         for name in like.metadata_names():
             copied_axes, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
-            declared_axes = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
+            values = like.metadata.get(name, {}) if defaults else {}
+            declared_axes = [axis for axis, v in values.items() if v not in defaults]
             lost_axes = [axis for axis in declared_axes if axis not in (copied_axes or ())]
             if defaults and lost_axes:
                 self.lost_metadata.append(name if lost_axes == declared_axes else f"{name} of {' '.join(lost_axes)}")

@@ -278,6 +278,17 @@ def test_channels_of_tiff_are_never_rows_or_columns(folder, tmp_path):
             )
 
 
+@pytest.mark.parametrize("target", ["map.npy", "map.zarr", "map.tif"])
+def test_windows_of_images_without_units(folder, tmp_path, target):
+    cells = tifffile.imread(folder / "slide.ome.tif")[:50, :40]
+    with nd.create_sink(tmp_path / "slide.ome.zarr", cells.shape, cells.dtype, "YXC") as sink:
+        sink.write([(0, n) for n in cells.shape], cells)
+        sink.commit()
+    trained = TrainedModule(load_nets()["tiles"], folder / "tiles.pt", "tiles", windows=24)
+    with nd.ProcessGrid.serial() as grid:
+        assert predict_module(trained, tmp_path / "slide.ome.zarr", tmp_path / target, grid) == (2, 1, 3)
+
+
 @pytest.mark.parametrize("target", ["slide.npy", "sub/../slide.npy"])
 def test_outputs_never_replace_the_input(folder, tmp_path, target):
     cells = tifffile.imread(folder / "slide.ome.tif")
