@@ -18,8 +18,12 @@ from ...registry import Registered, suggest
 from ...registry.functions import NamedFunction
 from ..ir.registry import TRACING_LOCK
 
-REFUSED_OPTIMIZERS = "Optimizer", "LBFGS", "SparseAdam"
-"""The base class, and optimisers that call the model themselves or need sparse gradients."""
+_REFUSED_OPTIMIZERS = {
+    "Optimizer": "is a base class; name one of its subclasses",
+    "LBFGS": "computes the loss itself in every step; use another optimiser, such as SGD",
+    "SparseAdam": "needs sparse gradients, but those of several ranks are dense; use Adam",
+}
+"""Classes of torch.optim that cannot be used, and why."""
 
 
 class TorchLoss(Registered):
@@ -85,8 +89,9 @@ class TorchOptimizer(ScheduledOptimizer, Registered):
         arguments: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        classes = inspect.getmembers(torch.optim, inspect.isclass)
-        self.constructor = _look_up(name, torch.optim, [key for key, _ in classes if key not in REFUSED_OPTIMIZERS])
+        if isinstance(name, str) and name in _REFUSED_OPTIMIZERS:
+            raise ConfigError(f"name: {name} {_REFUSED_OPTIMIZERS[name]}")
+        self.constructor = _look_up(name, torch.optim, [n for n, _ in inspect.getmembers(torch.optim, inspect.isclass)])
         self.options, self.schedule = dict(arguments or {}), schedule
         optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports errors when the file is read
         self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())

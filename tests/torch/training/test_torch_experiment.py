@@ -342,7 +342,7 @@ MISTAKES = {
         r"loss\.arguments: CrossEntropyLoss has no argument 'label_smooth'; did you mean 'label_smoothing'\?",
     ),
     "optimizer": ("model.optimizer.name=Adm", r"optimizer\.name: 'Adm' is not in torch\.optim; did you mean 'Adam'.*"),
-    "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: 'LBFGS' is not in torch\.optim; choose from .*"),
+    "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: LBFGS computes the loss itself in every step; use .*"),
     "rate": ("model.optimizer.arguments={lr: -3}", r"optimizer\.arguments: Adam failed: ValueError: Invalid learn.*"),
     "weights": ("model.weights=no.safetensors", r"weights: no\.safetensors: no such file; check the path"),
     "shape": (
