@@ -35,7 +35,7 @@ _OUTPUT_PREFIX = "neondist-preflight "
 # uses only the standard library; its argument is a JSON list: [path of mpirun, working folder, a file that exists there
 # if the folder is shared, files to compare]
 _CHECK_PROGRAM = """
-import hashlib, importlib.util, json, os, subprocess, sys, time
+import hashlib, importlib.util, json, os, re, subprocess, sys, time
 from importlib import metadata
 mpirun, folder, witness, files = json.loads(sys.argv[1])
 def attempt(function, *words):
@@ -50,9 +50,12 @@ def mpi():
     os.stat(os.path.join(os.path.dirname(mpirun), "prted"))
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
     return version.splitlines()[0].split()[-1]
+def is_missing(package):
+    return "extra ==" not in package and attempt(metadata.version, re.match("[\\w.-]+", package)[0]) is None
 spec = attempt(importlib.util.find_spec, "neondist")
 print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.version_info[:2],
     "neondist": spec and attempt(metadata.version, "neondist"), "package": spec and os.path.dirname(spec.origin),
+    "missing": list(filter(is_missing, attempt(metadata.requires, "neondist") or [])) if spec else ["neondist"],
     "mpi4py": attempt(metadata.version, "mpi4py"), "mpi": attempt(mpi), "memory": attempt(memory),
     "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     "clock": time.time(), "shell": os.environ.get("SHELL", ""),
@@ -245,8 +248,8 @@ def _find_problems(
     info = report.node_info
     if not info:
         return
-    if info["package"] is None:
-        yield f"{report.python} has no neondist; install it there, or set python_venv"
+    if info["missing"]:
+        yield f"{report.python} has no {', '.join(info['missing'])}; install it there, or set python_venv"
     if info["mpi"] is None:
         yield f"{mpirun} is missing or does not run; install Open MPI at the same path on all nodes"
     for name, title in (("python", "Python"), ("neondist", "neondist"), ("mpi4py", "mpi4py"), ("mpi", "Open MPI")):

@@ -36,6 +36,12 @@ echo "mpirun (Open MPI) ${MPI_THERE:-5.0.11}"
 echo
 echo "Report bugs to https://www.open-mpi.org/community/help/"
 """
+OLDER_METADATA = """Name: neondist
+Version: 0.0.1
+Requires-Dist: numpy>=1.24
+Requires-Dist: no-such_package>=1.5
+Requires-Dist: no-other-package; extra == "plot"
+"""
 SPECIAL_WORDS = ["a b", "$HOME", "`id`", "'", '"', ";#", "$(touch x)", "*", "ü", "-x", ""]
 posix = pytest.mark.skipif(os.name != "posix", reason="a shell script")
 
@@ -58,7 +64,7 @@ def check(tmp_path, monkeypatch):
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "prted").touch()
     (tmp_path / "older" / "neondist-0.0.1.dist-info").mkdir(parents=True)
-    (tmp_path / "older" / "neondist-0.0.1.dist-info" / "METADATA").write_text("Name: neondist\nVersion: 0.0.1\n")
+    (tmp_path / "older" / "neondist-0.0.1.dist-info" / "METADATA").write_text(OLDER_METADATA)
 
     def run(spec, ranks=None, files=("file.yaml",), mpirun="mpirun"):
         env = {**os.environ, SSH_AGENT_VARIABLE: str(tmp_path / "agent"), "OLDER": str(tmp_path / "older")}
@@ -97,6 +103,7 @@ def test_all_problems_are_reported(check):
     assert first == "4 of 4 nodes are unusable:"
     assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
     assert "older: neondist 0.0.1 there, " in str(error.value)
+    assert f"older: {sys.executable} has no no-such_package>=1.5; install it there, " in str(error.value)
     assert any(line.startswith("fine: ") and "too little for 1000000 ranks" in line for line in lines)
     assert any(line.startswith("fine: ") and "too few for 1000000 ranks; list fewer cpus" in line for line in lines)
     assert sum("missing.py cannot be read" in line for line in lines) == 3
