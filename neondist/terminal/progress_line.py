@@ -199,7 +199,9 @@ class ProgressLine:
 
     def _print_during_parts(self) -> None:
         """Print lines that are due, even while a long part runs."""
-        wait_seconds = self.first_line_delay or _CHECK_INTERVAL_SECONDS
+        wait_seconds = _CHECK_INTERVAL_SECONDS
+        if self.first_line_delay:
+            wait_seconds = max(0.01, self.start_time + self.first_line_delay - time.monotonic())
         while not self._end_event.wait(wait_seconds):
             with self._lock:
                 now, wait_seconds = time.monotonic(), min(_CHECK_INTERVAL_SECONDS, LINE_INTERVAL_SECONDS)
@@ -281,12 +283,13 @@ def first_rank_progress(
 def preparation_progress(rank: int = 0, owns_process: bool = True) -> AbstractContextManager[object]:
     """Return a progress line for the preparation of a command, such as importing PyTorch; shown by rank 0 on stderr.
 
-    `owns_process`: measure the delay of the line from the start of the process.
+    `owns_process`: measure the time from the start of the process.
     """
     import psutil  # slow import
 
-    process_age = time.time() - psutil.Process().create_time() if owns_process else 0.0
-    return first_rank_progress(rank, sys.stderr, delay=max(0.01, FIRST_LINE_SECONDS - process_age))
+    line = first_rank_progress(rank, sys.stderr)
+    line.start_time -= time.time() - psutil.Process().create_time() if owns_process else 0.0
+    return line
 
 
 def _no_estimate() -> float | None:
