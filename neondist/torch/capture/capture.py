@@ -136,6 +136,7 @@ def _functionalize(program: Any) -> Any:
     reject_writes_through_windows(program.graph)
     separate_statistics_updates(program.graph)
     mark_autocast_regions(program)
+    program.graph_module.recompile()
     result = program.run_decompositions({})
     result.functions, result.reads = program.functions, program.reads
     result.unregistered_tensors = program.unregistered_tensors

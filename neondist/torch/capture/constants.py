@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,14 @@ _METHODS_READING_MEMORY = (
 """Methods that read memory directly, without an operator that a dispatch mode could intercept."""
 _REAL_TENSOR_TYPES = torch.Tensor, nn.Parameter
 _INDEXING_METHODS = _TENSOR.__getitem__, _TENSOR.__setitem__
-_METADATA_GETTERS = frozenset(
-    getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
-) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
+_METADATA_FUNCTIONS = frozenset(
+    (*(getattr(_TENSOR, name) for name in (
+        "_is_view", "dim", "is_conj", "is_inference", "is_neg", "numel", "size", "storage_offset", "stride",
+        "untyped_storage")),
+     *(getattr(_TENSOR, name).__get__ for name in (
+        "_base", "device", "dtype", "grad", "is_leaf", "is_mkldnn", "is_nested", "is_quantized", "is_sparse", "layout",
+        "ndim", "requires_grad", "shape")))
+)  # fmt: skip
 """Functions that read no values; tracing calls them so often that they bypass the tracker."""
 
 
@@ -103,7 +109,8 @@ class KnownValueTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
+        lists = (arg if isinstance(arg, (list, tuple)) else [arg] for arg in (*args, *kwargs.values()))
+        leaves = list(chain.from_iterable(lists))  # operators have no other nested arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shape_only = depends_on_shape_only(func)
         is_literal = func is torch.ops.aten.lift_fresh.default
@@ -211,7 +218,7 @@ class _KnownValueProvider(TorchFunctionMode):
             return float(self._tracker.known_or_none(self.batch_count))
         if func in _INDEXING_METHODS:
             args = (args[0], self._replace_masks(args[1]), *args[2:])
-        if func in _METADATA_GETTERS:
+        if func in _METADATA_FUNCTIONS:
             return func(*args, **kwargs)
         with self._tracker:
             if getattr(func, "__name__", "") in _VALUE_DEPENDENT_SHAPE_FUNCTIONS:

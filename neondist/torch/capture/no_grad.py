@@ -71,7 +71,6 @@ def detach_no_grad_values(program: Any, location_of: Callable[[Any], str]) -> No
                 detached = graph.call_function(torch.ops.aten.detach.default, (result,))
             detached.meta = dict(result.meta)
             result.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
-    program.graph_module.recompile()
 
 
 def _in_place_writes(program: Any) -> Iterator[tuple[Any, Any, Any, bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -202,17 +203,11 @@ def store_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
 
 def _out_of_place_variant(node: Any) -> Any:
     """Return the out-of-place variant of an operator that writes only to its first argument, or None."""
-    schema = node.target._schema
-    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-    if packet is None or written_values(node) != list(node.args[:1]):
+    variant = _overload_without_writes(node.target)
+    if variant is None or written_values(node) != list(node.args[:1]):
         return None
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    # the first argument may have another name, such as in dropout
-    types = _argument_types_and_names(node.target)
-    variant = next((f for f in overloads if not f._schema.is_mutable and _argument_types_and_names(f) == types), None)
-    if variant is None:
-        return None
-    for argument in schema.arguments[len(node.args) :]:  # the variant may lack a default, such as p=0.5 of bernoulli_
+    # the variant may lack a default, such as p=0.5 of bernoulli_
+    for argument in node.target._schema.arguments[len(node.args) :]:
         if argument.name not in node.kwargs and argument.has_default_value():
             node.update_kwarg(argument.name, argument.default_value)
     args, kwargs = pytree.tree_map(
@@ -223,6 +218,16 @@ def _out_of_place_variant(node: Any) -> Any:
     return variant if (result.shape, result.dtype) == (expected.shape, expected.dtype) else None
 
 
+@cache
+def _overload_without_writes(target: Any) -> Any:
+    """Return the operator without writes that has the same name and arguments, or None."""
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    # the first argument may have another name, such as in dropout
+    types = _argument_types_and_names(target)
+    return next((f for f in overloads if not f._schema.is_mutable and _argument_types_and_names(f) == types), None)
+
+
 def _argument_types_and_names(operator: Any) -> tuple[list[str], list[str]]:
     """Return the types of an operator's arguments, and the names of all but the first."""
     arguments = operator._schema.arguments
@@ -231,7 +236,8 @@ def _argument_types_and_names(operator: Any) -> tuple[list[str], list[str]]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
