@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from io import StringIO
 from pathlib import Path
 
 from ..errors import DataError
@@ -13,7 +14,7 @@ from ..io.regular_file import read_bytes
 def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
     """Return the non-empty rows of a CSV file, each with its line number; `columns` is the format named in errors."""
     try:
-        reader = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
+        reader = csv.reader(StringIO(read_bytes(path).decode("utf-8-sig"), newline=""))
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a CSV file of {columns}") from error
@@ -29,4 +30,4 @@ def is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return True
+    return "_" not in text  # which float ignores

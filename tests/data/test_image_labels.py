@@ -234,11 +234,12 @@ def test_masks_of_other_cases_are_rejected(tmp_path):
 
 INVALID_TABLES = {
     "has no row for .*5.npy": "0.npy,1\n1.npy,0\n2.npy,0\n3.npy,0\n4.npy,0\n",
-    "'6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),
+    "l.csv:7: '6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),
     "has two rows": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
     "has 2 values": "".join(f"{n}.npy,0{',1' * (n == 3)}\n" for n in range(6)),
     "all images have the class 'cat'": "".join(f"{n}.npy,cat\n" for n in range(6)),
-    "'cat' is not a number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
+    "'cat' of .*1.npy is not a number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
+    "'1_0' of .*5.npy is not a number": "".join(f"{n}.npy,{n if n < 5 else '1_0'}\n" for n in range(6)),
     "not finite": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
     "5.npy has the class 5; expected 0 to 2": "".join(f"{n}.npy,{n}\n" for n in range(6)),
 }
@@ -251,6 +252,16 @@ def test_errors_in_tables(tmp_path, message):
     (tmp_path / "l.csv").write_text(INVALID_TABLES[message])
     with pytest.raises(nd.DataError, match=message):
         nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "0 to 2" in message else None).check()
+
+
+def test_class_names_that_python_reads_as_numbers_or_lines(tmp_path):
+    names = ["1_0", "1_1", "2\u20280"]
+    for n in range(3):
+        np.save(tmp_path / f"{n}.npy", make_sample(0)[0])
+    (tmp_path / "l.csv").write_text("".join(f"{n}.npy,{name}\n" for n, name in enumerate(names)))
+    data = nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv")
+    data.check()
+    assert list(data.class_names) == names
 
 
 @pytest.mark.parametrize("labels", ["folders", "table"])

@@ -163,14 +163,14 @@ def read_labels(
         values, class_names = _number_class_names(labels, table[:, 0].tolist(), class_names)
         table = values.reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
-        try:
-            targets = table.astype(np.float64)
-        except ValueError as error:
-            bad_value = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
-            raise DataError(
-                f"{labels}: {bad_value} is not a number; write FILE,CLASS with a number from 0 or a class name, or"
-                " FILE,NUMBER"
-            ) from None
+        for item, row in zip(items, table.tolist(), strict=True):
+            for text in row:
+                if not is_number(text):
+                    raise DataError(
+                        f"{labels}: {text!r} of {item.name} is not a number; write FILE,CLASS with a number from 0 or a"
+                        " class name, or FILE,NUMBER"
+                    )
+        targets = table.astype(np.float64)
         if not np.isfinite(targets).all():
             at = int(np.flatnonzero(~np.isfinite(targets).all(1))[0])
             raise DataError(f"{labels}: {items[at].name} has a target that is not finite; correct it")
@@ -291,7 +291,7 @@ def _read_label_table(path: Path, items: Sequence[ImageEntry]) -> np.ndarray:
 
 
 def _read_rows_by_image(path: Path, items: Sequence[ImageEntry]) -> dict[str, list[str]]:
-    rows = [row for _, row in read_csv_rows(path, "FILE,CLASS")]
+    rows = read_csv_rows(path, "FILE,CLASS")
     names_by_tail: dict[str, set[str]] = {}
     for item in items:
         for file in split_stack_name(item.name):
@@ -301,22 +301,24 @@ def _read_rows_by_image(path: Path, items: Sequence[ImageEntry]) -> dict[str, li
     def match_image_names(text: str) -> set[str]:
         return next((names_by_tail[tail] for tail in _trailing_path_parts(text) if tail in names_by_tail), set())
 
-    if rows and not match_image_names(rows[0][0]):
+    if rows and not match_image_names(rows[0][1][0]):
         rows = rows[1:]  # the header
     rows_by_name: dict[str, list[str]] = {}
-    for row in rows:
+    for line, row in rows:
         name, *others = sorted(match_image_names(row[0])) or [""]
         if others:
-            raise DataError(f"{path}: {row[0]!r} could be {name} or {others[0]}; add the folder to the path")
+            raise DataError(f"{path}:{line}: {row[0]!r} could be {name} or {others[0]}; add the folder to the path")
         if not name:
-            raise DataError(f"{path}: {row[0]!r} matches no image; remove the row, or correct the pattern of images")
+            raise DataError(
+                f"{path}:{line}: {row[0]!r} matches no image; remove the row, or correct the pattern of images"
+            )
         if len(row) < 2 or (rows_by_name and len(row) - 1 != len(next(iter(rows_by_name.values())))):
             raise DataError(
-                f"{path}: the row {','.join(row)[:80]!r} has {counted(len(row) - 1, 'value')}; give all rows the"
+                f"{path}:{line}: the row {','.join(row)[:80]!r} has {counted(len(row) - 1, 'value')}; give all rows the"
                 " same number of values"
             )
         if rows_by_name.setdefault(name, row[1:]) != row[1:]:
-            raise DataError(f"{path}: {row[0]!r} has two rows; keep one")
+            raise DataError(f"{path}:{line}: {row[0]!r} has two rows; keep one")
     return rows_by_name
 
 
