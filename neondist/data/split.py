@@ -86,7 +86,7 @@ class Split:
         self.tiles = tiles
         if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # labels in memory, not read on demand
             labels = np.asarray(labels)
-            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iub" else labels
         self.labels: TileArray = labels
         if scale is None:
             scale = white_value(tiles.dtype if hasattr(tiles, "dtype") else self._read_tiles(np.arange(1)).dtype)
@@ -171,7 +171,9 @@ class Split:
             targets = tile.label_maps(partial(read_cells, self.labels), sample_numbers, self.epoch)
         else:
             targets = self.labels[sample_numbers]
-        return targets.astype(targets.dtype.newbyteorder("="), copy=False)  # PyTorch accepts no other byte order
+        # booleans are classes; PyTorch accepts no other byte order
+        dtype = targets.dtype.newbyteorder("=") if targets.dtype.kind != "b" else np.dtype(np.uint8)
+        return targets.astype(dtype, copy=False)
 
     def batches(
         self, batch_indices: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazy: bool = False

@@ -336,3 +336,18 @@ def test_nonfinite_label_maps_are_located(path, value, ahead):
             except DataError as error:
                 errors.append(str(error))
         assert errors == [f"{path}: train/labels of sample 4 is not finite; correct it"] * failing
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_boolean_labels_are_classes(path, maps):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(6, 5, 4, 1))
+    labels = images[..., 0] > 0 if maps else np.arange(6) % 2 == 0
+    layers = [nd.ConvLayerDist(2, 3, padding=1)] if maps else [nd.FCLayerDist(2)]
+    losses = []
+    for dtype in ("?", "u1"):
+        with h5py.File(path, "w") as file:
+            file["train/images"], file["train/labels"] = images, labels.astype(dtype)
+        experiment = nd.FitExperiment(nd.HDF5Dataset(path), nd.ConvnetDist(layers, dtype="float64"), batch_size=2)
+        losses.append(experiment.run(nd.ProcessGrid.serial(), hooks=[]).history[0]["train_loss"])
+    assert losses[0] == losses[1]

@@ -190,7 +190,7 @@ class HDF5Dataset(Dataset):
             if values is not None and values.dtype.kind == "f" and not np.isfinite(values).all():
                 at = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0])
                 raise DataError(f"{group.path}: {group.labels.name} of sample {at} is not finite; correct it")
-            if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
+            if values is None or values.ndim != 1 or values.dtype.kind not in "iub":
                 continue
             count = count if self._given_classes or attr is not None else max(count or 0, int(values.max()) + 1)
             bad_samples = np.flatnonzero((values < 0) | (values >= (count or 0)))
