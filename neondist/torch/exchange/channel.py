@@ -209,6 +209,11 @@ CHANNELS_LAST_BY_NDIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The channels-last memory format, by the number of dimensions of a tensor."""
 
 
+def with_default_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor; of dimensions of size 1, other strides may stand for channels-last."""
+    return tensor.contiguous().view(-1).view(tensor.shape)
+
+
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last if only this format fits a tensor, or the tensor it is a slice of; otherwise contiguous."""
     if tensor.dim() in CHANNELS_LAST_BY_NDIM and tensor.shape[1] > 1 and tensor.stride(1) == 1:

@@ -30,6 +30,7 @@ from ..capture.checks import (
     requires_grad_flags,
 )
 from ..capture.consistency import as_bytes_tensor, check_weight_drift, version_counters
+from ..exchange.channel import with_default_strides
 from ..exchange.mesh_comm import MeshComm
 from ..execution.options import ExecutionOptions
 from ..ir.autocast import autocast_dtypes
@@ -182,7 +183,7 @@ class DistributedModule(nn.Module):
     def _run_module(self, tiles: Sequence[torch.Tensor], program: CompiledProgram) -> Any:
         """Run the module itself, on one rank; attributes that a forward pass changes do not cause a new capture."""
         with ContiguousNormGradients() if program.has_single_sample_norm and torch.is_grad_enabled() else nullcontext():
-            outputs = self._run_original(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
+            outputs = self._run_original(*map(with_default_strides, tiles))  # channels-last may crash PyTorch 2.13
         self.programs.ignore_changes_by_forward(program)
         return self._record_layouts(outputs, program.layouts_by_output)
 

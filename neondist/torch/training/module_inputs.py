@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from ...halo import GlobalArray
 from ...models.targets import own_slices_in_tile
+from ..exchange.channel import with_default_strides
 from .losses_and_optimizers import call_checked
 
 
@@ -71,7 +72,7 @@ def apply_feed(
             f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}"
             " (samples, channels and this rank's tile); change feed, or set shape: [channels, *spatial]"
         )
-    features = features.contiguous()  # channels-last inputs of some strided convolutions crash PyTorch 2.13
+    features = with_default_strides(features)  # channels-last inputs of some strided convolutions crash PyTorch 2.13
     if images.tiles.may_overlap:
         labels = pytree.tree_map(partial(_crop_labels_to_own_cells, images), labels)
     return features, labels

@@ -24,6 +24,8 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.config import dump, load_experiment  # noqa: E402
+from neondist.torch.training.experiment import TorchModel  # noqa: E402
+from neondist.torch.training.losses_and_optimizers import TorchLoss, TorchOptimizer  # noqa: E402
 
 NETS = """\
 from os import getenv
@@ -458,3 +460,22 @@ def test_ignored_cells_have_no_metric():
     assert nd.torch.TorchLoss("CrossEntropyLoss", {"ignore_index": 255}).ignore_index == 255
     np.testing.assert_array_equal(metric_targets(y, labels, 255), labels.numpy())
     assert np.isnan(metric_targets(y, labels, -100)).all()
+
+
+class Flattening(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.output = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(256, 3)
+
+    def forward(self, x):
+        y = self.convolution(x)
+        return self.output(y.view(x.size(0), -1))  # fails if PyTorch chooses channels-last
+
+
+def test_one_channel_is_not_taken_for_channels_last():
+    optimizer = TorchOptimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    model = TorchModel(Flattening, loss=TorchLoss(nn.functional.cross_entropy), optimizer=optimizer)
+    data = nd.Synthetic(shape=(8, 8, 1), classes=3, train=16, test=8)
+    nd.FitExperiment(data, model, batch_size=8).run(nd.ProcessGrid())
+    module = ndt.distribute(Flattening(), (2, 1, 8, 8))
+    assert module(torch.from_numpy(np.moveaxis(np.ones((2, 8, 8, 1), "float32"), -1, 1))).shape == (2, 3)
