@@ -44,6 +44,17 @@ def make_experiment(epochs=9, **best):
     return nd.FitExperiment(data, model, batch_size=2, epochs=epochs, best=nd.Best(**best), metrics=[nd.F1()])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lists_cannot_select_an_epoch(ranks):
+    def train(comm):
+        experiment = make_experiment(number="validation_confusion_matrix")
+        experiment.metrics.append(nd.ConfusionMatrix())
+        with pytest.raises(ConfigError, match=r"number: 'validation_confusion_matrix' is not a single number.*_loss"):
+            experiment.run(experiment.open_grid(comm), hooks=[])
+
+    loopback.run(ranks, train)
+
+
 def test_early_stopping_persists_across_resume(tmp_path, capsys):
     def train(comm, resume, patience=2):
         experiment = make_experiment(patience=patience, number="test_loss", min_change=0.05)

@@ -118,7 +118,18 @@ class BestCheckpointAndEarlyStopping(Hook):
             run.start_messages.append(f"{reason}; raise the patience of best to continue training")
 
     def after_epoch(self, run: TrainState) -> None:
-        """Write a checkpoint if the epoch is the best so far; stop a run that no longer improves."""
+        """Write a checkpoint if the epoch is the best so far; stop a run that no longer improves.
+
+        Raises ConfigError on all ranks if the metric is not a single number, which is known once it is recorded.
+        """
+        name, record = self.best.metric_name(run.history), run.history[-1]
+        if isinstance(record.get(name, []), list):
+            error = ConfigError(
+                f"number: '{name}' is not a single number, but one per class or variable; choose another, such as"
+                f" {record.selection_split}_loss"
+            )
+            error.subject = self.best
+            raise error.mark_raised_on_all_ranks()
         if self.checkpoint is not None and self.best.find_best_epoch(run.history, self.metrics) == run.epoch:
             self.checkpoint.save(run, from_servers=False)  # the values that were evaluated
         if reason := self.best.early_stop_reason(run.history, self.metrics):
