@@ -86,7 +86,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     cmd.add_argument(
         "--checkpoint-steps", type=options.nonnegative_int, default=0, metavar="N",
-        help="write a checkpoint every N steps (default 0: every epoch)",
+        help="write a checkpoint every N steps (default 0: every epoch; servers as often as 2 %% of the time allows)",
     )  # fmt: skip
     cmd.add_argument(
         "--checkpoint-dir", type=options.parse_path, metavar="D", help="folder of the run (default --output)"
@@ -325,7 +325,7 @@ def _custom_names(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _add_model_options(cmd: argparse.ArgumentParser) -> None:
-    options.add_count_option(cmd, "--minibatch-size", "N", "batch size of a worker", 64)
+    options.add_count_option(cmd, "--minibatch-size", "N", "batch size, with parameter servers per worker", 64)
     options.add_count_option(cmd, "--seed", "N", "random seed of weights and data order", 0, lowest=0)
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 

@@ -90,7 +90,7 @@ def _create_server_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | No
         raise ConfigError(
             f"--grads-to-wait {grads_to_wait}: the job has only {counted(workers, 'worker')}; give at most {workers}"
         )
-    if not (arguments.use_async or arguments.num_ps or tolerance or is_elastic or grads_to_wait not in (1, workers)):
+    if not (arguments.use_async or arguments.num_ps or tolerance or is_elastic or grads_to_wait > 1):
         return None
     from ..services.state import SyncPolicy
 

@@ -214,7 +214,8 @@ def test_run_is_resumed_with_and_without_servers(project):
     ("options", "policy"),
     [
         ([], None),
-        (["--grads-to-wait", "2"], None),
+        (["--grads-to-wait", "1"], None),
+        (["--grads-to-wait", "2"], SyncPolicy(True, 2)),
         (["--num-ps", "1"], SyncPolicy(True, 1)),
         (["--sync-version-tolerance", "4"], SyncPolicy(True, 1, 4)),
         (["--use-async"], SyncPolicy(False, 1)),
