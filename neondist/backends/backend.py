@@ -12,8 +12,8 @@ import numpy as np
 from ..arrays.namespace import as_real_numbers
 from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError
-from ..registry import suggest
 from ..registry.arguments import type_checked
+from ..registry.names import suggest_nearest
 from ..version import find_module_spec
 from . import gpus
 from .host import HostKernels
@@ -95,9 +95,9 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     Parameters
     ----------
     name : str or Backend
-        'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. A name with a dot refers to a
-        module with an attribute `backend`. The module must have been imported, by `import` or `--import`; its name
-        in an experiment file does not import it.
+        'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. Any other name refers to a module
+        with an attribute `backend`. The module must have been imported, by `import` or `--import`; its name in an
+        experiment file does not import it.
     """
     if isinstance(name, Backend):
         return name
@@ -109,9 +109,12 @@ def get_backend(name: str | Backend = "auto") -> Backend:
         return backend
     if name in sys.modules:
         raise ConfigError(f"backend '{name}': the module has no nd.Backend named `backend`; define one")
-    if "." in name:
-        raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
-    raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_BACKEND_FACTORIES])}")
+    if suggestion := suggest_nearest(name, names := ["auto", *_BACKEND_FACTORIES]):
+        raise ConfigError(f"backend '{name}' is unknown{suggestion}")
+    raise ConfigError(
+        f"backend '{name}': no such module is imported; add --import {name}, or import it in Python, or choose from"
+        f" {', '.join(names)}"
+    )
 
 
 def backend_name(name: str | Backend) -> str:

@@ -76,7 +76,10 @@ def test_on_the_command_line(tmp_path, capsys):
     (tmp_path / "toy.yaml").write_text(EXPERIMENT_YAML)
     try:
         assert main(["check", str(tmp_path / "toy.yaml"), "-n", "1"]) == 2
-        assert "toy.yaml:7: backend: backend 'doubled' is unknown" in capsys.readouterr().err
+        assert (
+            "toy.yaml:7: backend: backend 'doubled': no such module is imported; add --import doubled"
+            in capsys.readouterr().err
+        )
         assert main(["check", str(tmp_path / "toy.yaml"), "-n", "1", "--import", str(tmp_path / "doubled.py")]) == 0
         model = nd.Convnet([nd.ConvLayer(1, 1, bias=False)], backend="doubled", dtype="float64")
         model.build((2, 2, 1), 1)
