@@ -90,6 +90,8 @@ class ServerRecovery(Service):
         """
         with self._lock:
             versions = self._read_versions_matching_queue()
+            if self._master.read_matching_incarnations() is None:  # no worker has begun training
+                return Message({"saved": True})
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:

@@ -220,6 +220,14 @@ def test_final_status_is_written(tmp_path, monkeypatch):
         assert JobStatus.read(tmp_path).ended
 
 
+def test_job_stopped_before_training_has_nothing_to_save(tmp_path):
+    with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        with connect(job) as client:
+            recovery = ServerRecovery(client._server_connections, tmp_path, master)
+            assert recovery.save(Message()).flag("saved")
+        assert list_complete_checkpoints(tmp_path) == []
+
+
 def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, monkeypatch):
     """Stop while no worker is left that could push the gradient to the other server."""
     monkeypatch.setattr("neondist.services.recovery._HOLD_TIMEOUT_SECONDS", 0.1)
