@@ -202,9 +202,10 @@ class AutoDist:
         parameters = {} if self._module_scope is None else self._module_scope.parameters
         if not parameters:
             return None
-        from ..torch.module.parameters import plan_parameters
+        from ..torch.module.parameters import plan_parameters, sparse_embedding_weights
 
-        return plan_parameters(parameters, self.grid.shape, self._requested_strategy)
+        sparse_weights = set().union(*map(sparse_embedding_weights, self._module_scope.models))
+        return plan_parameters(parameters, self.grid.shape, self._requested_strategy, sparse_weights)
 
     def _divide_steps_among_owners(self) -> None:
         """Divide optimiser steps among owners if the strategy requires it; do nothing after the first call."""

@@ -248,6 +248,36 @@ def test_session_resumes_the_state_of_a_script(strategy, tmp_path):
         torch.testing.assert_close((first + losses, state), (expected, weights), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("optimizer", "ranks"), [("SGD", 2), ("Adam", 3)])
+def test_parallax_gives_sparse_tables_an_owner(optimizer, ranks):
+    def train(scope, function, sparse=True):
+        torch.manual_seed(0)
+        with scope:
+            model = nn.Sequential(nn.Embedding(50, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 1))
+            update = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+
+        @function
+        def step(ids, y):
+            update.zero_grad()
+            F.mse_loss(model(ids), y).backward()
+            update.step()
+
+        for _ in range(3):
+            step(torch.randint(0, 9, (6, 3)), torch.randn(6, 1))
+        return model.state_dict()
+
+    def body(world):
+        with nd.ProcessGrid(world, replicas=ranks) as grid:
+            d = nd.AutoDist(strategy="Parallax", grid=grid)
+            weights = train(d.scope(), d.function)
+            return weights, {name: bool(rule.owners) for name, rule in d.strategy.parameters.items()}
+
+    expected = train(contextlib.nullcontext(), lambda step: step, sparse=False)
+    for weights, has_owners in nd.loopback.run(ranks, body):
+        assert has_owners == {"module/0.weight": True, "module/2.weight": False, "module/2.bias": False}
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_input_gradient_matches_one_process():
     x = torch.randn(2, 2, 7, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
