@@ -92,6 +92,10 @@ def _following_key(key: Any, number: int) -> Any:
 _FX_TRACER_MODULE = "torch.fx._symbolic_trace"
 
 
+_LISTS_OF_RNN_WEIGHTS = "_flat_weights", "_flat_weight_refs"
+"""Attributes of recurrent layers that PyTorch updates when it exchanges their parameters."""
+
+
 class RestorableState:
     """State of a module and of everything that its forward can reach."""
 
@@ -112,13 +116,15 @@ class RestorableState:
             current = container.read_values()
             for key in {**before, **current}:
                 old, new = before.get(key, MISSING), current.get(key, MISSING)
+                name = container.value_name(key)
                 if not (
                     old is new
                     or key in NN_MODULE_ATTRIBUTES
+                    or (isinstance(container.module, nn.RNNBase) and name.rpartition(".")[2] in _LISTS_OF_RNN_WEIGHTS)
                     or _equal_plain_values(old, new)
                     or _is_fx_wrapper(new, old)
                 ):
-                    changes.setdefault(container.value_name(key), (container.module, []))[1].append(new)
+                    changes.setdefault(name, (container.module, []))[1].append(new)
         for path, array, old in self._arrays:
             if content_key(array) != content_key(old):
                 changes[path] = None, [array]

@@ -15,6 +15,7 @@ from torch_runs import FunctionModule, check_module  # noqa: E402
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.torch.capture import persistent_state  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
 
 IMAGES, GRIDS = (2, 3, 9, 7), ((1, 1, 2), (1, 3, 1), (2, 1, 2))
 
@@ -453,3 +454,10 @@ def test_wrapped_functions_need_no_second_pass(monkeypatch):
     )
     with nd.ProcessGrid.serial() as grid:
         ndt.distribute(FunctionModule(lambda x, conv: wrapped_double(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grid)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_passes_of_recurrent_layers_are_not_repeated(layer, monkeypatch):
+    """Repeated passes would run each step of a sequence several times."""
+    monkeypatch.setattr(persistent_state, "RepeatedPasses", None)
+    capture_module(layer(3, 4), [((5, 2, 3), torch.float32)])
