@@ -81,7 +81,7 @@ class OutputError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite, or the loss scale is too small; the step has not changed the weights."""
+    """A loss or gradient is NaN or infinite, or the loss scale is too small; models have not changed their weights."""
 
 
 class PassOrderError(UserError):

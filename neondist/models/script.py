@@ -53,6 +53,9 @@ class TrainingScriptAdapter:
     def check_checkpointable(self) -> None:
         """Raise ConfigError if the state for a checkpoint is incomplete."""
 
+    def check_finite(self) -> None:
+        """Raise NonFiniteError if a parameter on this rank is not finite."""
+
     def count_step_and_sum_flags(self) -> None:
         """Count a step, and sum the flags of all ranks. Collective."""
         self.sync.publish_flags()

@@ -188,7 +188,8 @@ class DistributedSession:
         """Run one training step and return `function(*args, **kwargs)`. Collective.
 
         Call the hooks, and share stop requests between ranks. A step that fails on a rank ends the session there
-        without writing a checkpoint.
+        without writing a checkpoint. So does NonFiniteError, raised on every rank if a step with a NaN or infinite
+        loss leaves a module's parameter NaN or infinite.
 
         Parameters
         ----------

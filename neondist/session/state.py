@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, raise_if_any_failed
 from ..data import Dataset, Split
-from ..errors import ConfigError, DataError, NotReadyError
+from ..errors import ConfigError, DataError, NonFiniteError, NotReadyError
 from ..io.checkpoint import from_json_value, to_json_value
 from ..io.checkpoint.texts import parse_json, require_json_type, suggest_another_checkpoint
 from ..models import TrainableModel, TrainingScriptAdapter
@@ -90,17 +90,33 @@ class SessionState(TrainState):
     def receive_stop_requests(self) -> None:
         """Do nothing: `share_stop_requests` shares the requests."""
 
-    def share_stop_requests(self) -> None:
-        """Stop on all ranks if a rank or its hooks have requested it. Collective."""
+    def share_stop_requests(self, error: Exception | None = None) -> None:
+        """Stop on all ranks if a rank or its hooks have requested it; raise if a rank has an error. Collective."""
         stop = Stop(self.stop_reason, exit_code=0) if self.stop_reason and self.stop is None else self.stop
-        consistent = self.grid.check("DistributedSession.run", {"step": self.step}, versions=(int(stop is not None),))
+        consistent = self.grid.check("DistributedSession.run", {"step": self.step}, error, (int(stop is not None),))
         if stop is not None or not consistent:
             requests = [(stop.reason, stop.exit_code) for stop in self.grid.world.allgather(stop) if stop is not None]
             self.stop = Stop(*requests[0])
         self.stop_reason = ""
 
+    def find_nonfinite_parameter(self) -> NonFiniteError | None:
+        """Return the error of a script whose step has left a non-finite parameter; models check their own steps."""
+        try:
+            if isinstance(self.model, TrainingScriptAdapter):
+                self.model.check_finite()
+        except NonFiniteError as error:
+            return error
+        return None
+
     def checkpoint_texts(self) -> dict[str, str]:
-        """Return the model's settings and the states of further objects as texts. Collective."""
+        """Return the model's settings and the states of further objects as texts. Collective.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if a parameter is not finite, so that no checkpoint is replaced.
+        """
+        raise_if_any_failed(self.grid.world, self.find_nonfinite_parameter())
         if isinstance(self.model, TrainingScriptAdapter):
             settings = self.model.settings()
         else:

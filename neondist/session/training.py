@@ -137,7 +137,7 @@ class TrainingRole:
                 totals.skipped_samples += 0 if math.isfinite(state.loss) else size
                 totals.seconds += time.perf_counter() - start_time
             self._call_hooks(lambda hook: hook.after_step(state))
-        state.share_stop_requests()
+        state.share_stop_requests(None if math.isfinite(state.loss) else state.find_nonfinite_parameter())
         return result
 
     def should_stop(self) -> bool:

@@ -45,7 +45,7 @@ class ScopeScriptAdapter(ModuleScriptAdapter):
         TrainingScriptAdapter.__init__(self, grid)
         self.model, self.optimizer = model, optimizer
         self.optimizer_steps, self.sharded_parameters = optimizer_steps, None
-        self.step_counter = self
+        self.step_counter, self.named_parameters = self, model.named_parameters
         self.dtype = as_array(next(model.parameters())).dtype
 
     @classmethod

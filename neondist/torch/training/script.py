@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, NonFiniteError
 from ...io.checkpoint import from_json_value, to_json_value
 from ...io.checkpoint.texts import require_json_integer, require_json_type
 from ...models import TrainingScriptAdapter
@@ -35,6 +35,7 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
         self.step_counter: DistributedModule | TrainingScriptAdapter = module
+        self.named_parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = module.named_parameters
         self.sharded_parameters = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
         if self.sharded_parameters is not None:
             self.sync = self.sharded_parameters.sync
@@ -87,6 +88,15 @@ class ModuleScriptAdapter(TrainingScriptAdapter):
                 "model: the module has no optimiser to save; create an ndt.DistributedOptimizer for the module, or"
                 " give [module, optimizer]"
             )
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteError if a parameter on this rank is not finite."""
+        for name, parameter in self.named_parameters():
+            if not parameter.isfinite().all():
+                raise NonFiniteError(
+                    f"step {self.step}: parameter '{name}' is not finite; lower the learning rate, check the data, or"
+                    " skip steps whose loss or gradients are not finite"
+                )
 
     def count_step_and_sum_flags(self) -> None:
         """Count a step and sum the flags of all ranks; a DistributedOptimizer has summed them with the gradients."""
