@@ -242,7 +242,7 @@ def parse_snapshot_steps(text: str) -> int | Literal["auto"]:
 
 
 def parse_duration_seconds(text: str) -> float:
-    """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
+    """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' or Slurm's '1-12:00:00' (days)."""
     seconds = _parse_seconds_with_units(text) if ":" not in text else _parse_clock_seconds(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"'{text}' is not a duration; expected 3h30m, 03:30:00 or a number of seconds")
@@ -261,7 +261,7 @@ def _parse_seconds_with_units(text: str) -> float:
 
 
 def _parse_clock_seconds(text: str) -> float:
-    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])", text)  # 12:30 is minutes in Slurm
     if not match:
         return 0.0
     days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
