@@ -106,7 +106,7 @@ def create_experiment(
     (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
     return FitExperiment(
         record_dataset(train_data, eval_data),
-        definition.create_model(arguments.seed),
+        definition.create_model(arguments.seed, train_data.has_integer_features),
         batch_size=arguments.minibatch_size,
         epochs=arguments.num_epochs,
         grid={"replicas": 1 if single_replica else arguments.num_workers, "rows": rows, "cols": cols},

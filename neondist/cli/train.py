@@ -199,7 +199,7 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
         raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
     samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
-    model, all_outputs, num_records = definition.create_model(arguments.seed), [], 0
+    model, all_outputs, num_records = definition.create_model(arguments.seed, samples.has_integer_features), [], 0
     for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):
         num_records += len(outputs)
         if processor is not None:

@@ -69,6 +69,7 @@ class Split:
     fill: float | None = None  # value that replaces NaN in `tiles`
     fields: FieldMetadata | None = None  # metadata of targets that are physical fields
     has_vector_targets = False  # as in Dataset
+    has_integer_images = False  # whether `images` returns int64, such as ids, in every dtype
     _augmented: AugmentedTile | None = None
 
     def __init__(
@@ -100,6 +101,7 @@ class Split:
         sample_numbers = _as_index_array(indices)
         if self._augmented is not None:
             return self._augmented.images(partial(self._read_cells, dtype), sample_numbers, self.epoch)
+        dtype = np.int64 if self.has_integer_images else dtype
         return normalise(self._read_tiles(sample_numbers), *self.factor_and_subtrahend, dtype)
 
     def _read_tiles(self, sample_numbers: np.ndarray) -> np.ndarray:

@@ -87,6 +87,65 @@ def test_float64_modules_train_in_float64(project, change, dtype):
     assert {tensor.dtype for tensor in load_file("run/weights.safetensors").values()} == {np.dtype(dtype)}
 
 
+INTEGER_FEATURES = """
+import numpy as np
+import torch
+from torch import nn
+
+FIRST = 2**24
+
+
+class CustomModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 1, sparse=True)
+        nn.init.constant_(self.table.weight, 1.0)
+
+    def forward(self, ids):
+        return (ids - FIRST).float() * self.table(ids % 9)[..., 0]
+
+
+def loss(labels, predictions):
+    return nn.functional.mse_loss(predictions, labels)
+
+
+def optimizer(parameters, lr=0.1):
+    return torch.optim.SGD(parameters, lr)
+
+
+def feed(records, mode):
+    numbers = np.arange(len(records))[:, None] % 4
+    return FIRST + numbers if mode == "prediction" else (FIRST + numbers, 1.0 * numbers)
+"""
+
+
+@pytest.mark.long
+def test_integer_features_reach_the_model(project, capsys):
+    """The model predicts the labels exactly, so that its loss and its gradients are 0."""
+    file = write_model(project, INTEGER_FEATURES, "ids")
+    assert main(["train", file, *DATA_OPTIONS, "--output", "run"]) == 0
+    assert read_records("run")[0]["train_loss"] == read_records("run")[0]["validation_loss"] == 0
+    capsys.readouterr()
+    assert main(["evaluate", file, "--validation-data", "test.csv", "--checkpoint", "run"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == 0
+    predict = "--prediction-data", "test.csv", "--checkpoint", "run", "--output", "y.npy"
+    assert main(["predict", file, *predict]) == 0
+    assert np.load("y.npy")[:5, 0].tolist() == [0, 1, 2, 3, 0]
+
+    def train(world):
+        arguments = create_parser().parse_args(["train", file, *OPTIONS, "--num-workers", str(world.size)])
+        experiment = create_experiment(load_definition(file), arguments, "train.csv", None)
+        return experiment.run(experiment.open_grid(world), hooks=[]).history[0]["train_loss"]
+
+    assert nd.loopback.run(2, train) == [0, 0]
+    for bias, remedy in (("", "return them from feed"), (", self.table.weight[0]", "features, return float32")):
+        output = f"nn.functional.linear(ids, self.table.weight[:1]{bias})"
+        linear = INTEGER_FEATURES.replace("(ids - FIRST).float() * self.table(ids % 9)[..., 0]", output)
+        name = f"linear{len(bias)}"
+        assert main(["train", write_model(project, linear, name), *DATA_OPTIONS, "--output", name]) == 2
+        assert remedy in capsys.readouterr().err
+
+
 def test_training_without_validation_data(project):
     assert main(["train", write_model(project), "--training-data", "train.csv", "--output", "run"]) == 0
     assert "validation_loss" not in read_records("run")[0]

@@ -243,12 +243,40 @@ def reshape_digits(records, mode):
         (lambda r, m: reshape_digits(r, m)[0], "return .features, labels."),
         (lambda r, m: 1 / 0, "ZeroDivisionError"),
         (lambda r, m: (["a", "b"], [0, 1]), "return numbers"),
+        (lambda r, m: (np.full((2, 1), 2**63, np.uint64), [0, 1]), "9223372036854775808, which int64 cannot represent"),
     ],
 )
 def test_feed_is_validated(tmp_path, feed, message):
     reader = open_records(write_csv(tmp_path / "a.csv", draw_records(2)))
     with pytest.raises(nd.ConfigError, match=message):
         record_dataset(RecordSamples(reader, FeedFunction(feed, "model.py:7"), Mode.TRAINING)).check()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint8])
+def test_integer_features_are_exact(tmp_path, dtype):
+    reader = open_records(write_csv(tmp_path / "a.csv", draw_records(4)))
+    ids = np.array([[0], [2 ** (8 * np.dtype(dtype).itemsize - 1) - 1]], dtype)
+    data = record_dataset(RecordSamples(reader, FeedFunction(lambda r, m: (ids[-len(r) :], r), ""), Mode.TRAINING))
+    data.open(nd.ProcessGrid.serial())
+    images = data.train.subset(1, 3).images([0, 1])
+    assert images.tolist() == ids.tolist()
+    assert images.dtype == ("float32" if dtype == np.uint8 else "int64")
+
+
+def test_features_of_one_dtype_are_required(tmp_path):
+    reader = open_records(write_csv(tmp_path / "a.csv", draw_records(5)))
+
+    def feed(records, mode):
+        return np.zeros((len(records), 1), int if len(records) == 2 else float), records
+
+    data = record_dataset(RecordSamples(reader, FeedFunction(feed, "model.py:7"), Mode.TRAINING))
+    data.open(nd.ProcessGrid.serial())
+    with pytest.raises(nd.ConfigError, match=r"model\.py:7: feed: features are integers in some batches only"):
+        data.train.images([0, 1, 2])
+    floats = RecordSamples(reader, FeedFunction(reshape_digits, ""), Mode.EVALUATION)
+    integers = RecordSamples(reader, FeedFunction(lambda r, m: (np.ones((len(r), 1, 4, 4), int), r), ""), Mode.TRAINING)
+    with pytest.raises(nd.DataError, match="shape or dtype; return the same for both"):
+        record_dataset(integers, floats).check()
 
 
 def test_each_rank_reads_its_tile(tmp_path):

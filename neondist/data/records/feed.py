@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,13 @@ class FeedFunction:
         if not is_pair and mode != Mode.PREDICTION:
             raise ConfigError(f"{self.location}: {name} returned {_describe_type(result)}; return (features, labels)")
         features = self._check_array(f"{name}: features", result[0] if is_pair else result, len(records))
+        if features.dtype.kind in "iu" and features.dtype.itemsize > 2:  # ids, which float32 may not represent
+            if features.max(initial=0) > np.iinfo(np.int64).max:
+                raise ConfigError(
+                    f"{self.location}: {name}: features have the value {features.max()}, which int64 cannot represent;"
+                    " return smaller integers"
+                )
+            features = features.astype(np.int64)
         if features.ndim < 2:
             raise ConfigError(
                 f"{self.location}: {name}: features have shape {features.shape}; return an array per record"
@@ -106,9 +113,19 @@ class RecordSamples:
     def __len__(self) -> int:
         return len(self.record_numbers)
 
+    @cached_property
+    def has_integer_features(self) -> bool:
+        """Whether the features of the first records, and thus of all, are int64."""
+        return self._cached_batch(tuple(range(min(_NUM_RECORDS_CHECKED, len(self)))))[0].dtype == np.int64
+
     def features_and_labels(self, indices: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return features (n, *spatial, C) and labels."""
-        return self._cached_batch(tuple(np.asarray(indices).tolist()))
+        """Return features (n, *spatial, C), int64 if they are integers of more than 16 bits, and labels."""
+        features, labels = self._cached_batch(tuple(np.asarray(indices).tolist()))
+        if (features.dtype == np.int64) != self.has_integer_features:
+            raise ConfigError(
+                f"{self.feed.location}: feed: features are integers in some batches only; return one dtype for all"
+            )
+        return features, labels
 
     def _compute_batch(self, indices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
         return self.feed(self.reader.read(self.record_numbers[list(indices)].tolist()), self.mode)
@@ -154,13 +171,13 @@ class _RecordDataset(Dataset):
         shapes = set()
         for samples in self._samples_by_split.values():
             features, _ = samples.features_and_labels(range(min(_NUM_RECORDS_CHECKED, len(samples))))
-            shapes.add(features.shape[1:])
+            shapes.add((features.shape[1:], samples.has_integer_features))
         if len(shapes) > 1:
             raise DataError(
                 f"feed: features of {' and '.join(s.reader.source for s in self._samples_by_split.values())} differ in"
-                " shape; return the same shape for both"
+                " shape or dtype; return the same for both"
             )
-        self.sample_shape = shapes.pop()
+        self.sample_shape, _ = shapes.pop()
 
     def read_first_samples(self) -> tuple[np.ndarray, np.ndarray | None]:
         samples = self._samples_by_split["train"]
@@ -178,7 +195,9 @@ class _RecordDataset(Dataset):
         label_shape = (0,) if labels is None else labels.shape[1:]
         has_label_maps = bool(extent) and label_shape[: len(extent)] == extent
         images = _SampleTiles(samples, 0, features.shape[1:], cells)
-        return Split(images, _SampleTiles(samples, 1, label_shape, cells if has_label_maps else ()), scale=1.0)
+        split = Split(images, _SampleTiles(samples, 1, label_shape, cells if has_label_maps else ()), scale=1.0)
+        split.has_integer_images = samples.has_integer_features
+        return split
 
 
 def record_dataset(training: RecordSamples, evaluation: RecordSamples | None = None) -> Dataset:

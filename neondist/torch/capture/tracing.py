@@ -42,7 +42,7 @@ _DICTIONARY_ERRORS = (
     "too many indices for tensor", "invalid data type 'str'", "values expected sparse", "'keys'", "'items'", "'get'"
 )  # fmt: skip
 _TRANSFORM_ERRORS = "Cannot access data pointer", "Cannot access storage", "Expected FakeTensor, got"
-_DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
+DTYPE_ERROR_PATTERN = re.compile("dtype|scalar type|Input type|predicate to be bool|[Ll]ong, |[Ii]nteger")
 _OUTPUT_CLASS_PATTERN = re.compile("Found <class '([^']+)'> in output, which is not a known type")
 _FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+), in')
 
@@ -182,9 +182,12 @@ def _describe_error(subject: str, shapes: InputSpecs, error: Exception) -> str:
         why = f"{why}; give one input per required argument of forward, or wrap the module"
     if any(text in first_line for text in _DICTIONARY_ERRORS):
         why = f"{why}; inputs are tensors: if forward takes a dictionary, wrap the module in one that builds it"
-    if not isinstance(error, CaptureError) and _DTYPE_ERROR_PATTERN.search(first_line):
+    if not isinstance(error, CaptureError) and DTYPE_ERROR_PATTERN.search(first_line):
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in shapes)
-        why = f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype= (a list for several inputs)"
+        why = (
+            f"{why}; inputs have dtype {dtypes}: if the module needs others, pass dtype= (a list for several inputs),"
+            " or, in a model-definition file, return them from feed"
+        )
     if "DataDependent" in name or any(text in first_line for text in _VALUE_READ_ERRORS):
         why = (
             "an if, a float(), an .item(), a .numpy() or a format string needs the value of a tensor; a module's"

@@ -74,7 +74,7 @@ class ModelDefinition:
             source_line = self._source_line(self._loss)
             raise ConfigError(f"{source_line}: loss(labels, predictions) cannot be called: {error}") from None
 
-    def create_model(self, seed: int = 0) -> TorchModel:
+    def create_model(self, seed: int = 0, has_integer_inputs: bool = False) -> TorchModel:
         """Return the model for the training loop; in float64 if all parameters of the module are float64."""
         factory = self.factory
 
@@ -93,13 +93,15 @@ class ModelDefinition:
             return loss(labels, outputs)
 
         module_function = _rename_function(factory, create_module)
-        return TorchModel(
+        model = TorchModel(
             module_function,
             loss=TorchLoss(criterion),
             optimizer=self._make_optimizer(),
             seed=seed,
             dtype="float64" if dtypes == {torch.float64} else "float32",
         )
+        model.has_integer_inputs = has_integer_inputs
+        return model
 
     def check_loss(self, output_shape: Sequence[int], images: np.ndarray, labels: np.ndarray | None) -> None:
         """Check the type of the loss for predictions that are 0 and of this shape, channels last.
@@ -113,7 +115,7 @@ class ModelDefinition:
         predictions = torch.zeros(shape, requires_grad=True)
         with torch.random.fork_rng(devices=[]):
             try:
-                value = self._loss(channels_first(images, labels)[1], predictions)
+                value = self._loss(channels_first(images, labels, np.float32)[1], predictions)
             except Exception:  # the module may return several predictions, or the loss may reject 0
                 return
         problem = ""

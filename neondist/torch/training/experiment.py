@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from ...runtime.observers.nonfinite import NonFiniteMonitor
 from ...strategies import Strategy, StrategyBuilder, as_strategy
 from ...system.memory import count_local_ranks, model_bytes_per_rank, parse_bytes
 from ...terminal.console import counted, say
+from ..capture.tracing import DTYPE_ERROR_PATTERN
 from ..exchange.schemes import Schemes, parse_schemes
 from ..execution.image_blocks import ModuleBlocks, TracedImageModule
 from ..execution.options import ExecutionOptions
@@ -120,6 +121,7 @@ class TorchModel(TrainableModel):
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
         self.recompute, self.scheme, self.strips = recompute, scheme, strips
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
+        self.has_integer_inputs = False  # whether inputs are int64, such as ids; set before the first plan
         self.precision = ComputePrecision(precision)
         self.scheduled_momentum: float | None = None
         self.step = self.steps_without_optimizer = 0
@@ -131,7 +133,7 @@ class TorchModel(TrainableModel):
         self._guard_seed: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
-        self._feed = unwrap_named_function(self._arguments["feed"] or channels_first)
+        self._feed = unwrap_named_function(self._arguments["feed"])
 
     @property
     def display_name(self) -> str:
@@ -215,7 +217,8 @@ class TorchModel(TrainableModel):
             The module's receptive field is unbounded; the message names the remedy.
         """
         shape = (1, *self._sample_shape(tuple(input_shape)))
-        return TracedImageModule(self._factory.capture_program(shape, False), shape, self.gather_at, remedy)
+        program = self._factory.capture_program(shape, False, self._input_dtype)
+        return TracedImageModule(program, shape, self.gather_at, remedy)
 
     @property
     def module(self) -> nn.Module:
@@ -375,6 +378,10 @@ class TorchModel(TrainableModel):
             n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") == is_halo
         )
 
+    @property
+    def _input_dtype(self) -> torch.dtype:
+        return torch.int64 if self.has_integer_inputs else TORCH_DTYPES[str(self.dtype)]
+
     @cached_property
     def _factory(self) -> ModuleFactory:
         dtype = TORCH_DTYPES[str(self.dtype)]
@@ -392,7 +399,7 @@ class TorchModel(TrainableModel):
         execution = ExecutionOptions.from_arguments(
             module, self.gather_at, self.recompute, self.scheme, self.strips, bytes_per_rank
         )
-        program = self._factory.capture_program(shape, True)
+        program = self._factory.capture_program(shape, True, self._input_dtype)
         plan = ModulePlan.create(
             module, program, execution, shape, input_shape, grid,
             self.optimizer, self.dtype, self.strategy, memory_limit, self.precision,
@@ -416,11 +423,11 @@ class TorchModel(TrainableModel):
     def _module_for(self, batch_size: int, training: bool = True) -> DistributedModule:
         """Return the module, distributed for a batch size and set to a mode. Collective if either is new."""
         if batch_size not in self._model_by_batch_size:
-            shape, dtype = (batch_size, *self._sample_shape(self.input_shape)), TORCH_DTYPES[str(self.dtype)]
+            shape = batch_size, *self._sample_shape(self.input_shape)
             model = distribute(
                 self.module, shape, self.grid,
-                gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
-                memory=self.compiled.memory_limit,
+                gather_at=self.gather_at, dtype=self._input_dtype, recompute=self.recompute, scheme=self.scheme,
+                strips=self.strips, memory=self.compiled.memory_limit,
             )  # fmt: skip
             if self._guard_seed is not None:
                 model.guard(self._guard_seed)
@@ -437,7 +444,8 @@ class TorchModel(TrainableModel):
         lo, hi = self.grid.sample_range(batch_size)
         shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
-            return apply_feed(self._feed, x, targets, shape, TORCH_DTYPES[str(self.dtype)], self.input)
+            feed = self._feed or partial(channels_first, dtype=self.dtype)
+            return apply_feed(feed, x, targets, shape, self._input_dtype, self.input)
 
     def apply_scheduled_rates(self) -> None:
         """Set the optimiser's learning rate and momentum for the next step."""
@@ -471,3 +479,7 @@ class TorchModel(TrainableModel):
         except UserError as error:
             error.args, error.subject = (f"{prefix}{error}",), self
             raise
+        except RuntimeError as error:
+            if not self.has_integer_inputs or not DTYPE_ERROR_PATTERN.search(str(error)):
+                raise
+            raise ConfigError(f"feed: {error}; if the model needs floating-point features, return float32") from error

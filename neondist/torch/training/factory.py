@@ -59,9 +59,9 @@ class ModuleFactory:
         ]
         return module.to(self.dtype)
 
-    def capture_program(self, shape: tuple[int, ...], training: bool) -> Any:
-        """Return the exported program for inputs of a global shape; set the module to the given mode."""
+    def capture_program(self, shape: tuple[int, ...], training: bool, dtype: torch.dtype) -> Any:
+        """Return the exported program for inputs of a global shape and dtype; set the module to the given mode."""
         module = self.module.train(training)
         if (shape, training) not in self._programs:
-            self._programs[shape, training] = capture_module(module, [(shape, self.dtype)])
+            self._programs[shape, training] = capture_module(module, [(shape, dtype)])
         return self._programs[shape, training]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,11 +19,16 @@ from ..exchange.channel import with_default_strides
 from .losses_and_optimizers import call_checked
 
 
-def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) and target images as (n, C, *tile), and integer labels as int64."""
+def channels_first(
+    images: np.ndarray, labels: np.ndarray | None, dtype: DTypeLike | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return images (n, *tile, C) and target images as (n, C, *tile), and integer labels as int64.
+
+    Other labels have the given dtype, by default that of the images.
+    """
     if labels is not None:
         labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
-        labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
+        labels = labels.astype((images.dtype if dtype is None else dtype) if labels.dtype.kind == "f" else np.int64)
     features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
     return features, None if labels is None else torch.from_numpy(labels)
 

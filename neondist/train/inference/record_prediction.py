@@ -31,6 +31,7 @@ def predict_records(
         load_inference_weights(file, model)
     for first in range(0, len(samples), batch_size):
         record_numbers = range(first, min(first + batch_size, len(samples)))
-        x = np.ascontiguousarray(samples.features_and_labels(record_numbers)[0], model.dtype)
+        features = samples.features_and_labels(record_numbers)[0]
+        x = np.ascontiguousarray(features, features.dtype if samples.has_integer_features else model.dtype)
         y = np.asarray(model.fprop(x, training=False, batch_size=len(record_numbers)))
         yield np.ascontiguousarray(np.moveaxis(y, -1, 1))

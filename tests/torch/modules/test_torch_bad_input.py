@@ -186,7 +186,7 @@ def test_wrong_default_dtype(module):
     named = ", ".join(["float32"] * (2 if shapes is not IMAGES else 1))
     check_rejected(
         lambda grid: ndt.distribute(module, shapes, grid, dtype=torch.float32),
-        f"; inputs have dtype {named}: if the module needs others, pass dtype= (a list for several inputs)",
+        f"; inputs have dtype {named}: if the module needs others, pass dtype= (a list for several inputs), or",
     )
 
 
