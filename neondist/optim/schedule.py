@@ -162,8 +162,9 @@ class OneCycle(Schedule):
 class Plateau(Schedule):
     """Lower the learning rate when the validation loss stops improving.
 
-    Equivalent to `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split the test loss is used.
-    The factor depends on the losses of all completed epochs, so a resumed run continues identically.
+    Equivalent to `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split the test loss is used,
+    without a test split the training loss. The factor depends on the losses of all completed epochs, so a resumed run
+    continues identically.
 
     Parameters
     ----------
