@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ..data.records import Mode, RecordReader, RecordSamples, open_records, reco
 from ..data.records.arrays import DatasetSplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError, DataError
+from ..io.regular_file import open_regular
 from ..launcher.workers import SERVERS_VARIABLE
 from ..terminal.console import counted, say
 from .experiment import import_module
@@ -47,6 +49,34 @@ DEFINABLE_NAMES = (
     "custom_model",
 )  # fmt: skip
 """Objects of a model-definition file that options may rename."""
+
+
+def is_definition_without_program(path: str) -> bool:
+    """Whether a file defines loss, optimizer and feed or dataset_fn, and no statement of the module uses its names.
+
+    The file is parsed, not executed. Assignments of the module may use each other, but not its functions and classes.
+    """
+    try:
+        with open_regular(path) as file:
+            statements = ast.parse(file.read()).body
+    except (SyntaxError, ValueError):  # reported when the file is run
+        return False
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    defined = {statement.name for statement in statements if isinstance(statement, kinds)}
+    others = [statement for statement in statements if not isinstance(statement, kinds)]
+    assigned = {node.id for node in _names(others) if isinstance(node.ctx, ast.Store)}
+    assignments = [statement for statement in others if isinstance(statement, ast.Assign | ast.AnnAssign)]
+    programs = [statement for statement in others if statement not in assignments]
+    return (
+        {"loss", "optimizer"} < defined
+        and not defined.isdisjoint(("feed", "dataset_fn"))
+        and defined.isdisjoint(node.id for node in _names(assignments))
+        and not any(node.id in defined | assigned or node.id.startswith("__") for node in _names(programs))
+    )
+
+
+def _names(statements: Sequence[ast.AST]) -> list[ast.Name]:
+    return [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)]
 
 
 def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelDefinition:

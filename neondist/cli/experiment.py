@@ -23,6 +23,9 @@ from ..launcher.workers import SERVERS_VARIABLE
 from ..registry import suggest
 from ..terminal.console import counted
 
+DEFINITION_REMEDY = (
+    "train it with neondist train MODEL.py (on several machines: mpirun --hostfile F neondist train ...)"
+)
 _IMPORT_LOCK = threading.Lock()  # ranks may be threads
 
 
@@ -30,6 +33,11 @@ def load_from_arguments(arguments: argparse.Namespace) -> Any:
     """Return the experiment of `file`, with `--import` and `--set` applied."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
+    if arguments.file.endswith(".py"):
+        raise ConfigError(
+            f"{arguments.file}: is a Python file, not a YAML experiment; give a FILE.yaml with its model as !TorchModel"
+            f" {{factory: {Path(arguments.file).stem}:NAME}}, and --import {arguments.file}, or {DEFINITION_REMEDY}"
+        )
     modules = [import_module(module) for module in arguments.modules]
     experiment = load_experiment(arguments.file, arguments.settings, modules=modules)
     if SERVERS_VARIABLE in os.environ and experiment.server_strategy is not None:

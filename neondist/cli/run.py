@@ -19,7 +19,8 @@ from ..system.job import JOB_START_TIME_VARIABLE, detect_job
 from ..terminal.progress_line import preparation_progress
 from ..train import Hook
 from . import options
-from .experiment import load_and_validate, load_from_arguments
+from .definition import is_definition_without_program
+from .experiment import DEFINITION_REMEDY, load_and_validate, load_from_arguments
 
 _EXPERIMENT_OPTIONS = (
     "settings", "output", "virtual", "resume", "overwrite", "init_from", "time_limit", "stall_timeout", "debug_halo",
@@ -164,6 +165,11 @@ def _run_script(arguments: argparse.Namespace) -> int:
             )
     if not os.path.isfile(arguments.file):
         raise LaunchError(f"{arguments.file}: no such script; give the path of an existing file")
+    if is_definition_without_program(arguments.file):
+        raise LaunchError(
+            f"{arguments.file}: is a model-definition file without a main program, so running it would train nothing;"
+            f" {DEFINITION_REMEDY}, or call its functions in a program, under if __name__ == '__main__'"
+        )
     return run_script_on_ranks(arguments)
 
 

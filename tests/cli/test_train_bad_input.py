@@ -17,6 +17,7 @@ from model_definition import (
 pytest.importorskip("torch")
 
 from neondist.cli import main
+from neondist.cli.definition import is_definition_without_program
 
 
 @pytest.mark.parametrize(
@@ -207,3 +208,37 @@ def test_invalid_numbers_of_workers(capsys, number):
     assert (
         f"'{number}' is not a number of workers; expected 1 or more, or MIN:MAX, such as 1:4" in capsys.readouterr().err
     )
+
+
+RESOURCES = "{nodes: [{address: localhost, cpus: [0]}]}"
+NOT_A_SCRIPT = "is a model-definition file without a main program, so running it would train nothing; train it with"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["launch", "nodes.yaml"], NOT_A_SCRIPT), (["run"], NOT_A_SCRIPT),
+    (["submit", "--slurm"], "is a Python file, not a YAML experiment; give a FILE.yaml with its model"),
+    (["submit", "--mpijob"], "is a Python file"), (["plan", "-n", "2"], "is a Python file"),
+])  # fmt: skip
+def test_definition_instead_of_script_or_experiment(project, capsys, words, message):
+    (project / "nodes.yaml").write_text(RESOURCES)
+    file = write_model(project)
+    assert main([words[0], *words[1:], file]) == 2
+    err = capsys.readouterr().err
+    assert f"{file}: {message}" in err
+    assert err.count("neondist train MODEL.py") == err.count("error:") == 1
+
+
+@pytest.mark.parametrize(("addition", "is_definition"), [
+    ("", True), ("torch.manual_seed(0)\nN: int = 3\nM = N + 1\nDEVICE = torch.device('cpu')", True),
+    ("if __name__ == '__main__':\n    train()", False), ("if __name__ == '__main__':\n    import other", False),
+    ("print(loss)", False), ("history = fit(optimizer)", False), ("app = App()\napp.run()", False),
+    ("model = CustomModel()", False), ("for epoch in range(3):\n    pass", False),
+    ("import runpy\nrunpy(__file__)", False), ("def", False), ("\0", False),
+])  # fmt: skip
+def test_scripts_are_not_taken_for_definitions(tmp_path, addition, is_definition):
+    for text, expected in (
+        (MODEL_DEFINITION, is_definition),
+        (MODEL_DEFINITION.replace("def loss", "def cost"), False),
+    ):
+        (tmp_path / "m.py").write_text(f"{text}\n{addition}\n")
+        assert is_definition_without_program(str(tmp_path / "m.py")) == expected
