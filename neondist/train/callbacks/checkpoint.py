@@ -382,6 +382,6 @@ def _require_same_shapes(
         actual, shape = (list(shapes[name]) if name in shapes else "nothing" for shapes in (stored, expected))
         if actual != shape:
             raise DataError(
-                f"{path}: belongs to another model: the file has {actual} for '{name}', but the model has {shape};"
-                f" resume with the experiment that wrote it, or {remedy}"
+                f"{path}: belongs to another model or optimiser: the file has {actual} for '{name}', but this run has"
+                f" {shape}; resume with the experiment that wrote it, or {remedy}"
             )
