@@ -17,7 +17,9 @@ from ..data.records.arrays import DatasetSplitRecords
 from ..data.records.base import UserRecords
 from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
+from ..launcher.restarts import MIN_KEPT_CHECKPOINTS
 from ..launcher.workers import SERVERS_VARIABLE
+from ..system.job import GENERATION_VARIABLE
 from ..terminal.console import counted, say
 from .experiment import import_module
 
@@ -133,6 +135,7 @@ def create_experiment(
             raise DataError(problem)
     train_data = eval_data if training is None else create_samples(definition, training, Mode.TRAINING, skip, verbose)
     assert train_data is not None
+    is_restartable = arguments.restarts is not None or GENERATION_VARIABLE in os.environ
     (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
     return FitExperiment(
         record_dataset(train_data, eval_data),
@@ -143,5 +146,8 @@ def create_experiment(
         metrics=definition.metrics(),
         strategy=arguments.strategy,
         nonfinite=arguments.nonfinite,
-        checkpoint={"every_steps": arguments.checkpoint_steps} if arguments.checkpoint_steps else None,
+        checkpoint={
+            "every_steps": arguments.checkpoint_steps or None,
+            "keep": MIN_KEPT_CHECKPOINTS if is_restartable else None,
+        },
     )

@@ -15,6 +15,7 @@ from ..comm import ProcessGrid, Transport, all_or_none
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
+from ..launcher.generations import run_generations
 from ..launcher.ranks import run_on_ranks
 from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_spec, run_workers
 from ..terminal.console import counted, emit
@@ -100,6 +101,10 @@ def add_parser(commands: Any) -> None:
         help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
     cmd.add_argument("--overwrite", action="store_true", help="replace an existing run in the folder")
+    cmd.add_argument(
+        "--restarts", type=options.positive_int, metavar="K",
+        help="with AllreduceStrategy: if a rank is killed, restart from the newest checkpoint, at most K times",
+    )  # fmt: skip
     options.add_rank_options(cmd, argparse.SUPPRESS)  # hidden: -n is passed to a worker with several tiles
     cmd.set_defaults(
         command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
@@ -168,11 +173,13 @@ def train(arguments: argparse.Namespace) -> int:
             options.print_written([*result.files, *_copy_results(arguments)])
         return result.stop.exit_code if result.stop else 0
 
-    def run_as_workers(prepared: tuple[Any, Any]) -> int | None:
+    def run_elsewhere(prepared: tuple[Any, Any]) -> int | None:
+        if arguments.restarts is not None:
+            return run_generations(arguments, prepared[1])
         return run_workers(arguments, prepared[1])
 
     with open_job_fork_server(arguments) as arguments.fork_server:
-        return run_on_ranks(arguments, load_and_validate, work, run_as_workers)
+        return run_on_ranks(arguments, load_and_validate, work, run_elsewhere)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

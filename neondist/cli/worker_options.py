@@ -35,13 +35,20 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
+    if arguments.restarts is not None:
+        if strategy == "Local" or arguments.sync_policy is not None:
+            raise ConfigError(
+                "--restarts applies to AllreduceStrategy; leave it out: killed workers and servers are always"
+                " restarted, and a Local run continues with --resume"
+            )
+        arguments.snapshot = 0
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data; give it as well")
     worker_spec = read_worker_spec(os.environ)
     if worker_spec is not None:
         ranks //= arguments.num_workers
     starts_services = arguments.sync_policy is not None and worker_spec is None
-    arguments.ranks = ranks if ranks > 1 or starts_services else None
+    arguments.ranks = ranks if ranks > 1 or starts_services or arguments.restarts is not None else None
     if arguments.checkpoint_dir is not None and (worker_spec is None or worker_spec.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
 
@@ -51,14 +58,18 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
     if isinstance(arguments.num_workers, int):
         for name, value in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
             if value is not None:
-                raise ConfigError(f"{name} applies to a varying number of workers; give --num-workers MIN:MAX")
+                raise ConfigError(
+                    f"{name} applies to a varying number of workers; give --num-workers MIN:MAX, with"
+                    " ParameterServerStrategy, or start a fixed number as mpirun --hostfile HOSTS neondist train ..."
+                )
         return
     arguments.bounds = min_workers, max_workers = arguments.num_workers
     arguments.num_workers = max_workers
     if arguments.distribution_strategy != "ParameterServerStrategy":
         raise ConfigError(
             f"--num-workers {min_workers}:{max_workers}: a varying number of workers needs parameter servers; use"
-            " --distribution-strategy ParameterServerStrategy, or give one number"
+            " --distribution-strategy ParameterServerStrategy, or give one number (neondist run FILE.yaml --elastic"
+            " varies the ranks of an allreduce)"
         )
     if read_worker_spec(os.environ) is None:
         if arguments.slots_from is not None:

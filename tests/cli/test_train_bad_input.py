@@ -169,7 +169,13 @@ def test_bad_records(project, capsys):
         ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
         ([*SERVER_OPTIONS, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
-        (["--num-workers", "1:2"], "a varying number of workers needs parameter servers"),
+        (
+            ["--num-workers", "1:2"],
+            "a varying number of workers needs parameter servers; use --distribution-strategy ParameterServerStrategy,"
+            " or give one number (neondist run FILE.yaml --elastic varies the ranks of an allreduce)",
+        ),
+        (["--restarts", "2"], "--restarts applies to AllreduceStrategy; leave it out"),
+        ([*SERVER_OPTIONS, "--use-async", "--restarts", "2"], "killed workers and servers are always"),
         (
             [*ELASTIC_OPTIONS, "1:3", "--hosts-from", "slots"],
             "slots lists 2 slots, too few for 3 workers; give at most 2",
@@ -187,6 +193,10 @@ def test_bad_records(project, capsys):
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC_OPTIONS, "1:99999"], "this machine has"),
         ([*SERVER_OPTIONS, "--wait", "1m"], "--wait applies to a varying number of workers"),
+        (
+            ["--num-workers", "2", "--distribution-strategy", "AllreduceStrategy", "--hosts-from", "slots"],
+            "or start a fixed number as mpirun --hostfile HOSTS neondist train ...",
+        ),
     ],
 )
 def test_conflicting_options(project, capsys, options, message):

@@ -190,6 +190,36 @@ def test_replicas_are_ranks_of_one_job(project):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@needs_mpirun
+@pytest.mark.long
+def test_killed_rank_is_restarted_from_the_newest_checkpoint(project):
+    dying = """
+import os, pathlib, signal
+import neondist as nd
+class Dies(nd.train.Hook):
+    def after_step(self, run):
+        if run.step == 6 and run.grid.rank == 1 and pathlib.Path("die").exists():
+            pathlib.Path("die").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+def callbacks():
+    return [Dies()]
+"""
+    options = "--training-data", "train.csv", "--num-epochs", "4", "--num-workers", "2"
+    options += "--distribution-strategy", "AllreduceStrategy", "--checkpoint-steps", "1"
+    words = build_command(
+        "train", write_model(project, MODEL_DEFINITION + dying), *options, "--minibatch-size", "16", "--force"
+    )
+    hidden = {"NEONDIST_TESTS_HIDE": "matplotlib"}
+    (project / "die").touch()
+    code, out, err = run_command([*words, "--restarts", "1", "--output", "run"], project, **hidden)
+    assert code == 0, err
+    assert "restart 1 of 1: rank 1 of 2" in out
+    assert "; resuming from checkpoint.h5, on 2 ranks" in out
+    assert run_command([*words, "--output", "other"], project, **hidden)[0] == 0
+    losses = [[record["train_loss"] for record in read_records(folder)] for folder in ("run", "other")]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.long
 def test_tiled_replicas_match_one_process(project):
     definition = load_definition(write_model(project))
