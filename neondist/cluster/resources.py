@@ -77,7 +77,7 @@ class Node:
     ssh_config : str or None
         A name in `ResourceSpec.ssh`; None for a node that is reached without SSH.
     network_bandwidth : float
-        In Gbit/s.
+        In Gbit/s; not used by strategies.
     """
 
     address: str
