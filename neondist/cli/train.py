@@ -14,10 +14,12 @@ import numpy as np
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
+from ..geometry.grid_shape import grid_shape
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.generations import run_generations
 from ..launcher.ranks import run_on_ranks
 from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_spec, run_workers
+from ..system.job import detect_job
 from ..terminal.console import counted, emit
 from . import options
 from .definition import DEFINABLE_NAMES, create_experiment, create_samples, load_definition, parse_tiles, parse_workers
@@ -54,10 +56,7 @@ def add_parser(commands: Any) -> None:
         "--num-ps", type=options.nonnegative_int, default=0, metavar="N",
         help="number of parameter servers (default: one per worker, at most 4; none if the workers own the parameters)",
     )  # fmt: skip
-    cmd.add_argument(
-        "--tiles", type=parse_tiles, default=(1, 1), metavar="RxC",
-        help="tiles of an image in each replica (default 1x1)",
-    )  # fmt: skip
+    _add_tiles_option(cmd)
     cmd.add_argument(
         "--distribution-strategy", choices=STRATEGIES, default="Local",
         help="one process, allreduce among the workers, or parameter servers (default Local)",
@@ -112,12 +111,12 @@ def add_parser(commands: Any) -> None:
 
     cmd = _add_model_command(commands, "evaluate")
     cmd.add_argument("--validation-data", required=True, metavar="F", help=_DATA_HELP)
-    _add_checkpoint_option(cmd)
+    _add_checkpoint_and_grid_options(cmd)
     cmd.set_defaults(command=evaluate)
 
     cmd = _add_model_command(commands, "predict")
     cmd.add_argument("--prediction-data", required=True, metavar="F", help=_DATA_HELP)
-    _add_checkpoint_option(cmd)
+    _add_checkpoint_and_grid_options(cmd)
     cmd.add_argument(
         "--output", type=options.parse_path, metavar="Y.npy", help="also write the outputs of all records here"
     )
@@ -184,43 +183,70 @@ def train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss and the metrics of a checkpoint as one line of JSON."""
-    from ..train import evaluate_checkpoint
 
-    definition = load_definition(arguments.file, _custom_names(arguments))
-    experiment = create_experiment(definition, arguments, None, arguments.validation_data)
-    results = evaluate_checkpoint(
-        experiment, _checkpoint_file(arguments.checkpoint), ProcessGrid.serial(), "validation"
-    )
-    emit(json.dumps(results))
-    return 0
+    def load_and_validate(world: Transport, ranks: int) -> Any:
+        with all_or_none(world):
+            definition = load_definition(arguments.file, _custom_names(arguments))
+            verbose = world.rank == 0
+            experiment = create_experiment(definition, arguments, None, arguments.validation_data, verbose)
+            experiment.validate(ranks)
+        return experiment
+
+    def work(world: Transport, experiment: Any) -> int:
+        from ..train import evaluate_checkpoint
+
+        grid = experiment.open_grid(world)
+        results = evaluate_checkpoint(experiment, _checkpoint_file(arguments.checkpoint), grid, "validation")
+        if world.rank == 0:
+            emit(json.dumps(results))
+        return 0
+
+    return _run_on_model_ranks(arguments, load_and_validate, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
     """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them to --output, or both."""
-    from ..train.inference.record_prediction import predict_records
 
-    definition = load_definition(arguments.file, _custom_names(arguments))
-    processor = definition.create_processor()
-    if processor is None and arguments.output is None:
-        raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
-    if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
-        raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
-    samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
-    model, all_outputs, num_records = definition.create_model(arguments.seed, samples.has_integer_features), [], 0
-    for outputs in predict_records(model, samples, arguments.minibatch_size, _checkpoint_file(arguments.checkpoint)):
-        num_records += len(outputs)
-        if processor is not None:
-            _process_outputs(arguments.file, processor, outputs)
-        if arguments.output is not None:
-            all_outputs.append(outputs)
-    if arguments.output is not None:
+    def load_and_validate(world: Transport, ranks: int) -> tuple[Any, Any]:
+        with all_or_none(world):
+            definition = load_definition(arguments.file, _custom_names(arguments))
+            if arguments.output is not None and not arguments.overwrite and Path(arguments.output).exists():
+                raise ConfigError(f"{arguments.output}: exists; give another --output, or --overwrite to replace it")
+            skip, verbose = arguments.skip_bad_records, world.rank == 0
+            samples = create_samples(definition, arguments.prediction_data, Mode.PREDICTION, skip, verbose)
+            grid_shape(ranks, arguments.num_workers, *arguments.tiles)
+        return definition, samples
+
+    def work(world: Transport, prepared: tuple[Any, Any]) -> int:
         from ..io.files import atomic_replacement
+        from ..train.inference.record_prediction import predict_records
 
-        with atomic_replacement(Path(arguments.output)) as file:
-            np.save(file, np.concatenate(all_outputs))
-    emit(f"predicted: {counted(num_records, 'record')}")
-    options.print_written([arguments.output])
-    return 0
+        (definition, samples), processor, all_outputs = prepared, None, []
+        with all_or_none(world):
+            if world.rank == 0:  # the processor may open files
+                processor = definition.create_processor()
+                if processor is None and arguments.output is None:
+                    problem = "has no PredictionOutputsProcessor; define one, or give --output Y.npy"
+                    raise ConfigError(f"{arguments.file}: {problem}")
+            model = definition.create_model(arguments.seed, samples.has_integer_features)
+        grid = ProcessGrid(world, arguments.num_workers, *arguments.tiles)
+        checkpoint = _checkpoint_file(arguments.checkpoint)
+        for outputs in predict_records(model, samples, arguments.minibatch_size, checkpoint, grid):
+            with all_or_none(world, root_only=True):
+                if processor is not None:
+                    _process_outputs(arguments.file, processor, outputs)
+                if arguments.output is not None and world.rank == 0:
+                    all_outputs.append(outputs)
+        with all_or_none(world, root_only=True):
+            if all_outputs:
+                with atomic_replacement(Path(arguments.output)) as file:
+                    np.save(file, np.concatenate(all_outputs))
+        if world.rank == 0:
+            emit(f"predicted: {counted(len(samples), 'record')}")
+            options.print_written([arguments.output])
+        return 0
+
+    return _run_on_model_ranks(arguments, load_and_validate, work)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -337,8 +363,33 @@ def _add_model_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
-def _add_checkpoint_option(cmd: argparse.ArgumentParser) -> None:
+def _add_tiles_option(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument(
+        "--tiles", type=parse_tiles, default=(1, 1), metavar="RxC",
+        help="tiles of an image in each replica (default 1x1)",
+    )  # fmt: skip
+
+
+def _add_checkpoint_and_grid_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument(
         "--checkpoint", "--checkpoint-dir", type=options.parse_path, required=True, metavar="FILE|D",
         help="checkpoint.h5 of a run, or its folder",
     )  # fmt: skip
+    cmd.add_argument(
+        "--num-workers", type=options.positive_int, default=None, metavar="N",
+        help="number of replicas (default: the ranks divided by the tiles)",
+    )  # fmt: skip
+    _add_tiles_option(cmd)
+    options.add_rank_options(cmd)
+    cmd.set_defaults(watched=True)
+
+
+def _run_on_model_ranks(arguments: argparse.Namespace, prepare: Any, work: Any) -> int:
+    (rows, cols), job = arguments.tiles, detect_job(os.environ)
+    if arguments.num_workers is None:
+        ranks = arguments.ranks or (job.size if job is not None else None) or 1
+        arguments.num_workers = max(1, ranks // (rows * cols))
+    ranks = arguments.num_workers * rows * cols
+    if arguments.ranks is None and ranks > 1 and job is None:
+        arguments.ranks = ranks
+    return run_on_ranks(arguments, prepare, work)

@@ -234,6 +234,38 @@ def test_tiled_replicas_match_one_process(project):
     np.testing.assert_allclose(parallel, serial * 4, rtol=1e-4)
 
 
+@needs_mpirun
+@pytest.mark.long
+@pytest.mark.parametrize("size", [("--num-workers", "2"), ("--tiles", "2x1")])
+def test_evaluation_and_prediction_on_a_grid_match_one_process(project, capsys, size):
+    """The last batch has one record, and thus none for one of two replicas."""
+    processor = """
+class PredictionOutputsProcessor:
+    def process(self, predictions, worker_id):
+        print("processed", len(predictions), worker_id)
+"""
+    text = MODEL_DEFINITION.replace("2 * 4 * 4, 2)", "2 * 4 * 4, 2)\n        self.double()")
+    file = write_model(project, text + processor)
+    assert main(["train", file, "--training-data", "train.csv", "--output", "run"]) == 0
+    options, hidden = ("--checkpoint", "run", "--minibatch-size", "13"), {"NEONDIST_TESTS_HIDE": "matplotlib"}
+    evaluate = "evaluate", file, "--validation-data", "test.csv", *options
+    predict = "predict", file, "--prediction-data", "test.csv", *options, "--output"
+    capsys.readouterr()
+    assert main(evaluate) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert main([*predict, "one.npy"]) == 0
+    code, out, err = run_command(build_command(*evaluate, *size, "--force"), project, **hidden)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found.pop("split") == results.pop("split")
+    assert found == pytest.approx(results, rel=1e-12)
+    code, out, err = run_command(build_command(*predict, "many.npy", *size, "--force"), project, **hidden)
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("processed")]
+    assert lines == [f"processed {count} 0" for count in (13, 13, 13, 1)]
+    np.testing.assert_allclose(np.load("many.npy"), np.load("one.npy"), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.long
 def test_servers_average_the_requested_gradients(project):
     words = (

@@ -120,7 +120,10 @@ class RecordSamples:
 
     def features_and_labels(self, indices: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Return features (n, *spatial, C), int64 if they are integers of more than 16 bits, and labels."""
-        features, labels = self._cached_batch(tuple(np.asarray(indices).tolist()))
+        numbers = tuple(np.asarray(indices).tolist())
+        features, labels = self._cached_batch(numbers or (0,))
+        if not numbers:  # a replica without records of a small last batch; feed may fail for none
+            return features[:0], None if labels is None else labels[:0]
         if (features.dtype == np.int64) != self.has_integer_features:
             raise ConfigError(
                 f"{self.feed.location}: feed: features are integers in some batches only; return one dtype for all"
