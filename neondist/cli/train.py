@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
             emit(json.dumps(results))
         return 0
 
-    return _run_on_model_ranks(arguments, load_and_validate, work)
+    _resolve_grid_options(arguments)
+    return run_on_ranks(arguments, load_and_validate, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -246,7 +248,8 @@ def predict(arguments: argparse.Namespace) -> int:
             options.print_written([arguments.output])
         return 0
 
-    return _run_on_model_ranks(arguments, load_and_validate, work)
+    _resolve_grid_options(arguments)
+    return run_on_ranks(arguments, load_and_validate, work)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -384,12 +387,11 @@ def _add_checkpoint_and_grid_options(cmd: argparse.ArgumentParser) -> None:
     cmd.set_defaults(watched=True)
 
 
-def _run_on_model_ranks(arguments: argparse.Namespace, prepare: Any, work: Any) -> int:
-    (rows, cols), job = arguments.tiles, detect_job(os.environ)
+def _resolve_grid_options(arguments: argparse.Namespace) -> None:
+    """Set `num_workers` and `ranks` where they are not given: the ranks are those of all tiles of all replicas."""
+    tiles, job = prod(arguments.tiles), detect_job(os.environ)
     if arguments.num_workers is None:
-        ranks = arguments.ranks or (job.size if job is not None else None) or 1
-        arguments.num_workers = max(1, ranks // (rows * cols))
-    ranks = arguments.num_workers * rows * cols
-    if arguments.ranks is None and ranks > 1 and job is None:
-        arguments.ranks = ranks
-    return run_on_ranks(arguments, prepare, work)
+        ranks = arguments.ranks or (1 if job is None else job.size)
+        arguments.num_workers = max(1, ranks // tiles)
+    if arguments.ranks is None and job is None and arguments.num_workers * tiles > 1:
+        arguments.ranks = arguments.num_workers * tiles

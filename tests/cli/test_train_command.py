@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from availability import needs_mpirun
-from cli_runs import build_command, run_command
+from cli_runs import build_command, build_mpirun_command, mpirun_environment, run_command
 from model_definition import (
     DATA_OPTIONS,
     MODEL_DEFINITION,
@@ -236,9 +236,9 @@ def test_tiled_replicas_match_one_process(project):
 
 @needs_mpirun
 @pytest.mark.long
-@pytest.mark.parametrize("size", [("--num-workers", "2"), ("--tiles", "2x1")])
+@pytest.mark.parametrize("size", [("--num-workers", "2"), ("--tiles", "2x1"), None])
 def test_evaluation_and_prediction_on_a_grid_match_one_process(project, capsys, size):
-    """The last batch has one record, and thus none for one of two replicas."""
+    """The last batch has one record, and thus none for one of two replicas; without a size, mpirun starts the ranks."""
     processor = """
 class PredictionOutputsProcessor:
     def process(self, predictions, worker_id):
@@ -247,19 +247,24 @@ class PredictionOutputsProcessor:
     text = MODEL_DEFINITION.replace("2 * 4 * 4, 2)", "2 * 4 * 4, 2)\n        self.double()")
     file = write_model(project, text + processor)
     assert main(["train", file, "--training-data", "train.csv", "--output", "run"]) == 0
-    options, hidden = ("--checkpoint", "run", "--minibatch-size", "13"), {"NEONDIST_TESTS_HIDE": "matplotlib"}
+    options = "--checkpoint", "run", "--minibatch-size", "13"
+    hidden = mpirun_environment() | {"NEONDIST_TESTS_HIDE": "matplotlib"}
     evaluate = "evaluate", file, "--validation-data", "test.csv", *options
     predict = "predict", file, "--prediction-data", "test.csv", *options, "--output"
     capsys.readouterr()
     assert main(evaluate) == 0
     results = json.loads(capsys.readouterr().out)
     assert main([*predict, "one.npy"]) == 0
-    code, out, err = run_command(build_command(*evaluate, *size, "--force"), project, **hidden)
+
+    def build(*words):
+        return build_command(*words, *size, "--force") if size else build_mpirun_command(2, *words)
+
+    code, out, err = run_command(build(*evaluate), project, **hidden)
     assert code == 0, err
     found = json.loads(out)
     assert found.pop("split") == results.pop("split")
     assert found == pytest.approx(results, rel=1e-12)
-    code, out, err = run_command(build_command(*predict, "many.npy", *size, "--force"), project, **hidden)
+    code, out, err = run_command(build(*predict, "many.npy"), project, **hidden)
     assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("processed")]
     assert lines == [f"processed {count} 0" for count in (13, 13, 13, 1)]
