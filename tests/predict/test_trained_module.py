@@ -5,7 +5,6 @@ import io
 import json
 import re
 
-import h5py
 import numpy as np
 import pytest
 import zarr
@@ -301,68 +300,6 @@ def test_outputs_never_replace_the_input(folder, tmp_path, target):
     assert {path.name for path in tmp_path.iterdir()} == {"slide.npy", "sub"}
 
 
-@pytest.mark.parametrize("axes", ["CYX", "TCYX", "ZCYX", "CZYX", "CTYX"])
-@pytest.mark.parametrize("name", ["a.ome.tif", "a.tif"])
-def test_channels_named_by_ome_or_shaped_metadata(folder, tmp_path, axes, name):
-    """Read channels that are pages, of an image with as many columns as channels."""
-    cells = np.random.default_rng(3).integers(0, 255, (2, 5, 6, 3), dtype=np.uint8)
-    extents = {"C": 3, "T": 2, "Z": 2, "Y": 5, "X": 6}
-    for columns in (6, 3):  # three columns as well as channels: no guess from extents
-        samples = cells[: 2 if len(axes) == 4 else 1, :, :columns]
-        order = ["NYXC".index(letter.translate(str.maketrans("TZ", "NN"))) for letter in axes]
-        stored = samples.transpose(order) if len(axes) == 4 else samples[0].transpose([n - 1 for n in order])
-        assert [extents[letter] for letter in axes][:-1] == list(stored.shape[:-1])
-        tifffile.imwrite(tmp_path / name, stored, photometric="minisblack", metadata={"axes": axes})
-        trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense")
-        with nd.ProcessGrid.serial() as grid:
-            predict_module(trained, tmp_path / name, tmp_path / "y.npy", grid, overwrite=True)
-            np.save(tmp_path / "samples.npy", samples)
-            predict_module(trained, tmp_path / "samples.npy", tmp_path / "z.npy", grid, overwrite=True)
-        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.squeeze(np.load(tmp_path / "z.npy")))
-
-
-@pytest.fixture
-def grey_network(tmp_path):
-    torch.manual_seed(2)
-    net = torch.nn.Conv2d(1, 2, 3, padding=1)
-    torch.save(net.state_dict(), tmp_path / "grey.pt")
-
-    def create(**options):
-        return TrainedModule(lambda: torch.nn.Conv2d(1, 2, 3, padding=1), tmp_path / "grey.pt", "grey", **options)
-
-    return create, net
-
-
-def write_unnamed(folder, kind, array):
-    path = folder / f"unnamed{kind}"
-    if kind == ".npy":
-        np.save(path, array)
-    elif kind == ".h5":
-        with h5py.File(path, "w") as file:
-            file["images"] = array
-    elif kind == ".zarr":
-        zarr.create_array(path, data=array)
-    else:
-        tifffile.imwrite(path, array, photometric="minisblack", metadata=None)
-    return path
-
-
-@pytest.mark.parametrize("kind", [".npy", ".h5", ".zarr", ".tif"])
-def test_unnamed_last_axis_that_may_be_channels(grey_network, tmp_path, kind):
-    create, net = grey_network
-    array = np.random.default_rng(3).random((6, 7, 3)).astype("f4")
-    path = write_unnamed(tmp_path, kind, array)
-    message = r"\[6, 7, 3\] without names of its axes, whose last one may be 3 channels, .* or --axes NYX if the last"
-    with nd.ProcessGrid.serial() as grid:
-        with pytest.raises(DataError, match=message):
-            predict_module(create(), path, tmp_path / "y.npy", grid)
-        with pytest.raises(DataError, match="has 3 channels, but the first convolution of grey takes 1 channel; give"):
-            predict_module(create(axes="YXC"), path, tmp_path / "y.npy", grid)
-        assert predict_module(create(axes="NYX"), path, tmp_path / "y.npy", grid) == (6, 7, 3, 2)
-        expected = net(torch.from_numpy(array)[:, None]).detach().permute(0, 2, 3, 1)
-        np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, atol=1e-6)
-
-
 def test_axes_in_another_order(folder, tmp_path):
     cells = tifffile.imread(folder / "slide.ome.tif")
     np.save(tmp_path / "planes.npy", np.moveaxis(cells, -1, 0))
@@ -406,25 +343,6 @@ def test_truncated_weights_and_unsupported_outputs(folder, tmp_path):
     trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
     with pytest.raises(ConfigError, match=r"returns \[1, 9, 9, 2\], channels last; return scores"):
         trained.check_images(folder / "slide.ome.tif")
-
-
-@pytest.mark.parametrize("dims", [(1,), (2, 3)])
-def test_outputs_without_the_axes_of_images(tmp_path, dims):
-    """They are not written with other axes in place of the channels."""
-
-    class Regression(torch.nn.Conv2d):
-        def forward(self, x):
-            return super().forward(x).mean(1) if dims == (1,) else super().forward(x).mean(dims)
-
-    torch.save(Regression(2, 4, 3).state_dict(), tmp_path / "x.pt")
-    trained = TrainedModule(lambda: Regression(2, 4, 3), tmp_path / "x.pt", "Regression")
-    np.save(tmp_path / "x.npy", np.ones((3, 12, 10, 2), np.float32))
-    if dims == (1,):
-        with pytest.raises(ConfigError, match=r"shape \(\d, 10, 8\).*return \(N, C, \*spatial\), such as y.unsqueeze"):
-            predict_module(trained, tmp_path / "x.npy", tmp_path / "y.npy")
-    else:
-        predict_module(trained, tmp_path / "x.npy", tmp_path / "y.npy")
-        assert np.load(tmp_path / "y.npy").shape == (3, 4)
 
 
 @pytest.mark.parametrize("block", [None, "37"])
