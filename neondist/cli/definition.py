@@ -54,7 +54,7 @@ DEFINABLE_NAMES = (
 
 
 def is_definition_without_program(path: str) -> bool:
-    """Whether a file defines loss, optimizer and feed or dataset_fn, and no statement of the module uses its names.
+    """Return whether a file defines loss, optimizer and feed or dataset_fn, and no other statement uses its names.
 
     The file is parsed, not executed. Assignments of the module may use each other, but not its functions and classes.
     """

@@ -89,9 +89,9 @@ class ServerRecovery(Service):
         `saved` is false if workers ended while only some servers had applied a gradient; the last checkpoint is kept.
         """
         with self._lock:
-            versions = self._read_versions_matching_queue()
             if self._master.read_matching_incarnations() is None:  # no worker has begun training
                 return Message({"saved": True})
+            versions = self._read_versions_matching_queue()
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
             try:
