@@ -44,7 +44,7 @@ class TileSource(ABC):
         Number of resolution levels.
     metadata : dict, optional
         Metadata of the image by name. 'scale', 'translation' and 'units' are mappings by axis: {'X': 0.5}; units are
-        named as in OME-Zarr. Metadata that a sink cannot store are listed in its `lost_metadata`.
+        named as in OME-Zarr. Metadata that a sink cannot store are listed in its `lost`.
     axes_given : bool
         Whether the axes are given by the file or the caller; otherwise they are guessed.
 
@@ -242,7 +242,7 @@ class TileSink(ABC):
     shape, dtype, axes, chunks : as for TileSource
     resumed : bool
         Whether the file has cells written by an earlier process.
-    lost_metadata : list of str
+    lost : list of str
         Metadata of the `like` image (position, time, calibration and others) that the file cannot store.
     """
 
@@ -258,7 +258,7 @@ class TileSink(ABC):
         chunks: Sequence[int] | None,
         grid: ProcessGrid | None,
     ) -> None:
-        self.path, self.axes, self.grid, self.lost_metadata = path, axes, grid, list[str]()
+        self.path, self.axes, self.grid, self.lost = path, axes, grid, list[str]()
         self.shape, self.dtype = tuple(map(int, shape)), np.dtype(dtype)
         self.chunks = None if chunks is None else tuple(map(int, chunks))
 

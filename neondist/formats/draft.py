@@ -75,7 +75,7 @@ class DraftSink(TileSink):
         with raise_on_all_ranks(grid), convert_write_errors(path):
             description = json.loads(read_bytes(self._description_path))
             self.resumed, self.chunks = description["resumed"], description["chunks"] and tuple(description["chunks"])
-            self.lost_metadata = description.get("lost", [])
+            self.lost = description.get("lost", [])
             self._open_created_file(description["facts"])
             self._is_open = True
 
@@ -130,7 +130,7 @@ class DraftSink(TileSink):
             open_arguments = self._create_empty_file(like)
             if like is not None:
                 self._list_lost_metadata(like)
-            state = {"resumed": False, "chunks": self.chunks, "facts": open_arguments, "lost": self.lost_metadata}
+            state = {"resumed": False, "chunks": self.chunks, "facts": open_arguments, "lost": self.lost}
             write_text(self._description_path, json.dumps({"asked": request} | state))
         except BaseException:
             self._remove_files()
@@ -149,19 +149,19 @@ class DraftSink(TileSink):
         )
 
     def _list_lost_metadata(self, like: TileSource) -> None:
-        """List in `lost_metadata` the metadata of the `like` image that the file does not store."""
+        """List in `lost` the metadata of the `like` image that the file does not store."""
         for name in like.metadata_names():
             copied_axes, defaults = self._copied_metadata.get(name), AXIS_METADATA_DEFAULTS.get(name, ())
             values = like.metadata.get(name, {}) if defaults else {}
             declared_axes = [axis for axis, v in values.items() if v not in defaults]
             lost_axes = [axis for axis in declared_axes if axis not in (copied_axes or ())]
             if defaults and lost_axes:
-                self.lost_metadata.append(name if lost_axes == declared_axes else f"{name} of {' '.join(lost_axes)}")
+                self.lost.append(name if lost_axes == declared_axes else f"{name} of {' '.join(lost_axes)}")
             elif not defaults and copied_axes is None:
-                self.lost_metadata.append(name)
-        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost_metadata]
+                self.lost.append(name)
+        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME_LENGTH]) for name in self.lost]
         more = [f"{len(names) - _MAX_LISTED_NAMES} more"] if len(names) > _MAX_LISTED_NAMES else []
-        self.lost_metadata = names[:_MAX_LISTED_NAMES] + more
+        self.lost = names[:_MAX_LISTED_NAMES] + more
 
     def _require_disk_space(self) -> None:
         required, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free

@@ -239,7 +239,7 @@ class NetCDFSink(HDF5Sink):
 
     Attributes
     ----------
-    lost_metadata : list of str
+    lost : list of str
         Names of metadata that cannot be stored.
     """
 
@@ -270,9 +270,9 @@ class NetCDFSink(HDF5Sink):
         file, variables = arrays[0].file, list[AuxiliaryVariable]()
         dimension_names = dict[str, str]()
         if like is not None:
-            variables, self.lost_metadata = like.auxiliary_variables()
-            # this method completes `lost_metadata`, so `_list_lost_metadata` must add nothing
-            self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost_metadata)}
+            variables, self.lost = like.auxiliary_variables()
+            # this method completes `lost`, so `_list_lost_metadata` must add nothing
+            self._copied_metadata = {name: set() for name in list_metadata_names(variables, self.lost)}
             stored_names = zip(like.stored_axes.letters, like.metadata.get("dimensions", ()), strict=False)
             dimension_names = {letter: name for letter, name in stored_names if name}
         sizes = self._dimension_sizes(dimension_names)
@@ -291,7 +291,7 @@ class NetCDFSink(HDF5Sink):
         for array, (_, attributes) in zip(arrays, self._options["variables"] or (), strict=False):
             for key, value in attributes.items():
                 array.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
-        self.lost_metadata = list(dict.fromkeys(self.lost_metadata))
+        self.lost = list(dict.fromkeys(self.lost))
 
     def _dimension_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
         """Return the extent of each dimension by name; `names` maps axis letters to names in the `like` variable."""
@@ -314,7 +314,7 @@ class NetCDFSink(HDF5Sink):
                     written[one.name] = one
                     file[one.name] = one.values
                 else:
-                    self.lost_metadata.append(one.name)
+                    self.lost.append(one.name)
         return written
 
     def _write_attributes(self, objects: Sequence[Any], variable: AuxiliaryVariable, written: set[str]) -> None:
@@ -328,7 +328,7 @@ class NetCDFSink(HDF5Sink):
                 for item in objects:
                     item.attrs[key] = value
             else:
-                self.lost_metadata.append(f"{variable.name}:{key}" if variable.name else key)
+                self.lost.append(f"{variable.name}:{key}" if variable.name else key)
 
 
 def _write_dimensions(file: Any, sizes: Mapping[str, int], coordinates: Container[str]) -> None:

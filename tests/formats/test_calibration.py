@@ -1,4 +1,4 @@
-"""Position, time and calibration of sources, copied to sinks or listed in `lost_metadata`, for each pair of formats."""
+"""Position, time and calibration of sources, copied to sinks or listed in `lost`, for each pair of formats."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ NAMES = {symbol: name for name, symbol in UNIT_SYMBOLS.items()}
 NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
 
 
-# Sinks: each function reads metadata with a library of the field, keyed as in `lost_metadata`
+# Sinks: each function reads metadata with a library of the field, keyed as in `lost`
 
 
 def read_tiff(path, _):
@@ -105,7 +105,7 @@ SINKS = {
 
 
 def find_missing(entries, copied, lost, axes):
-    """Return the metadata of a source that are neither in the file of the sink nor reported in `lost_metadata`."""
+    """Return the metadata of a source that are neither in the file of the sink nor reported in `lost`."""
     reported = set()
     for entry in lost:
         name, _, suffix = entry.partition(" of ")
@@ -163,7 +163,7 @@ def test_metadata_is_copied_or_reported(tmp_path, source, seed):
                 continue
             shape = [1 if axis == "C" else image_source.shape[image_source.axes.index(axis)] for axis in axes]
             with nd.create_sink(tmp_path / name, shape, "uint8", axes, like=image_source, **options) as sink:
-                lost = list(sink.lost_metadata)
+                lost = list(sink.lost)
                 sink.commit()
             copied = read(tmp_path / name, axes)
             assert not find_missing(entries, copied, lost, axes), (name, lost)

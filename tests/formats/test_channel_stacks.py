@@ -43,7 +43,7 @@ def test_stacks_keep_the_metadata_of_the_first_file(tmp_path, write):
                 except nd.ConfigError as error:
                     results.append(str(error).partition("a.")[2])
                 else:
-                    results.append((sink.lost_metadata, read_contents(folder)))
+                    results.append((sink.lost, read_contents(folder)))
             assert results[0] == results[1]
 
 

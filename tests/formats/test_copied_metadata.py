@@ -54,13 +54,11 @@ def test_coordinates_are_copied_or_reported(tmp_path, kind, xarray):
     with nd.open_source(f"{tmp_path}/a.{kind if kind == 'nc' else 'zarr'}:v") as source:
         assert source.axes == "TZYXC"
         with nd.create_sink(tmp_path / "b.nc", (2, 2, 3, 4, 1), "f4", "TZYXC", like=source, name="p") as sink:
-            assert sink.lost_metadata == ["gone"]
+            assert sink.lost == ["gone"]
             sink.commit()
         with nd.create_sink(tmp_path / "b.zarr", (2, 2, 3, 4, 1), "f4", "TZYXC", like=source) as sink:
             expected_lost = {"time", "time_bnds", "lev", "lev_a", "ps", "lat", "lon", "crs", "cell_area", "coordinates"}
-            assert expected_lost | {"gone", "grid_mapping", "cell_measures"} == set(sink.lost_metadata) - {
-                "cell_methods"
-            }
+            assert expected_lost | {"gone", "grid_mapping", "cell_measures"} == set(sink.lost) - {"cell_methods"}
             sink.commit()
     with xarray.open_dataset(tmp_path / "b.nc", decode_cf=False) as result:
         attributes_of_result = {name: value for name, value in result["p"].attrs.items() if name != "units"}

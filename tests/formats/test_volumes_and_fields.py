@@ -80,7 +80,7 @@ def test_metadata_of_netcdf_variables(tmp_path):
         with nd.open_source(f"{tmp_path}/{name}.nc:t") as source:
             check_source(source, values[..., None])
             with nd.create_sink(tmp_path / f"{name}2.nc", (6, 6, 3), "f4", source.axes, like=source) as sink:
-                assert sink.lost_metadata == lost
+                assert sink.lost == lost
                 sink.commit()
         with netcdf.Dataset(tmp_path / f"{name}2.nc") as file:
             assert file["predictions"].dimensions == ("row_km", "lon", "channel")
@@ -177,9 +177,9 @@ def test_invalid_scales(tmp_path, size):
                 scale = written.metadata["scale"].get("Y", 1.0)
             if isinstance(size, float) and size <= 0:
                 assert scale == (size if name == "o.ome.zarr" else 1.0)
-                assert sink.lost_metadata == ([] if name == "o.ome.zarr" else ["scale of Y", "units of Y"])
+                assert sink.lost == ([] if name == "o.ome.zarr" else ["scale of Y", "units of Y"])
             else:
-                assert sink.lost_metadata == ["transform 'scale'"]
+                assert sink.lost == ["transform 'scale'"]
                 assert scale == 1.0
     nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
     series = nibabel.Nifti1Image(np.ones((4, 5, 6, 2), "i2"), np.eye(4))
@@ -188,7 +188,7 @@ def test_invalid_scales(tmp_path, size):
     with nd.open_source(tmp_path / "a.nii") as source:
         with nd.create_sink(tmp_path / "b.nii", source.shape, "i2", source.axes, like=source) as sink:
             sink.commit()
-        assert sink.lost_metadata == []
+        assert sink.lost == []
     assert nibabel.load(tmp_path / "b.nii").header["pixdim"][4] == 0
 
 

@@ -307,8 +307,8 @@ def _open_sinks(
             factories.append(open_sink)
             if not done_parts:
                 with closing(open_sink(resume=False)) as sink:
-                    if sink.lost_metadata and grid.rank == 0:
-                        say(f"note: {path} does not include {', '.join(sink.lost_metadata)} of {source.path}")
+                    if sink.lost and grid.rank == 0:
+                        say(f"note: {path} does not include {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(open_sink(resume=True)))
             if done_parts and not sink.resumed:
                 raise OutputError(
