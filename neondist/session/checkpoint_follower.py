@@ -23,9 +23,8 @@ from ..train.callbacks.checkpoint import RunProgress, read_run_progress
 from ..train.callbacks.hook import call_error_hooks
 from ..train.callbacks.loggers import MetricLogger
 from ..train.callbacks.metrics_log import MetricsLog, record_json_line
-from ..train.checkpoint_evaluation import open_model_and_dataset
+from ..train.checkpoint_evaluation import load_weights_and_normalisation, open_model_and_dataset
 from ..train.html_report import read_epoch_records
-from ..train.inference_weights import load_inference_weights
 from ..train.loop import evaluate_validation_and_test
 
 EVALUATION_FOLDER = "evaluation"
@@ -256,7 +255,7 @@ def follow_checkpoints(
 
         def evaluate(file: CheckpointReader, progress: RunProgress) -> None:
             start_time = time.perf_counter()
-            load_inference_weights(file, model)
+            load_weights_and_normalisation(file, model, dataset)
             record = recorder.add_result(
                 progress, evaluate_validation_and_test(state, experiment.metrics), time.perf_counter() - start_time
             )

@@ -14,6 +14,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..errors import ConfigError, DataError
 from ..io.checkpoint import open_checkpoint
+from ..io.checkpoint.read import CheckpointReader
 from ..models import TrainableModel
 from ..registry.arguments import check_value
 from .callbacks.worst_samples import find_worst_samples
@@ -68,17 +69,22 @@ def evaluate_checkpoint(
         if split is None:
             split = next(name for name in ("test", "validation", "train") if name in dataset.splits)
         with open_checkpoint(Path(checkpoint), model.grid.world) as file:
-            load_inference_weights(file, model)
-            with all_or_none(model.grid.world):
-                try:
-                    restore_dataset_normalisation(file.contents.texts, dataset)
-                except ValueError as problem:
-                    raise DataError(f"{checkpoint}: {problem}") from None
+            load_weights_and_normalisation(file, model, dataset)
         evaluated_split = dataset.splits[split]
         results = evaluate(model, evaluated_split, experiment.batch_size, experiment.metrics)
         if pictures is not None:
             pictures |= find_worst_samples(model, evaluated_split, experiment.batch_size, MAX_PICTURE_EXTENT)
     return {"split": split, **format_evaluation_results(len(evaluated_split), results)}
+
+
+def load_weights_and_normalisation(file: CheckpointReader, model: TrainableModel, dataset: Dataset) -> None:
+    """Load a checkpoint's weights into a model, and its normalisation of fields into an open data set. Collective."""
+    load_inference_weights(file, model)
+    with all_or_none(model.grid.world):
+        try:
+            restore_dataset_normalisation(file.contents.texts, dataset)
+        except ValueError as problem:
+            raise DataError(f"{file.contents.path}: {problem}") from None
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from neondist.cli import main
 from neondist.comm import loopback
 from neondist.formats.fields import FieldChannel, FieldMetadata
 from neondist.formats.month_step import MonthStep
+from neondist.session import follow_checkpoints
+from neondist.train import evaluate_checkpoint
 from neondist.train.checkpoint_field_metadata import field_metadata_from_texts, field_metadata_texts
 from neondist.train.inference.forecast import forecast, require_outputs_cover_inputs
 
@@ -273,6 +275,23 @@ def test_checkpoint_of_other_variables_is_rejected(trained, capsys):
     options = ["--checkpoint", str(path / "run" / "checkpoint.h5"), "--set", "dataset.levels=[850, 250]"]
     assert main(["evaluate", str(path / "run.yaml"), *options]) == 2
     assert "channel 2 of its inputs is 'z500@t-1', but the experiment has 'z250@t-1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluations_of_other_years_use_the_normalisation_of_the_training(trained, tmp_path, ranks):
+    path, _ = trained()
+    write_dataset(make_weather(40, 12) * 2 + 30, tmp_path / "later.nc")
+    files = {"dataset.files": f"'{tmp_path / 'later.nc'}'"}
+
+    def body(world):
+        experiment = load_run(path, **files)
+        single = evaluate_checkpoint(experiment, path / "run" / "checkpoint.h5", experiment.open_grid(world))
+        experiment = load_run(path, **files)
+        followed = follow_checkpoints(experiment, path / "run", experiment.open_grid(world), tmp_path / "out")
+        return single["loss"], followed[-1]["test_loss"]
+
+    for single, followed in loopback.run(ranks, body):
+        assert followed == pytest.approx(single, rel=1e-6)
 
 
 def test_irregular_stamps_in_checkpoints():
