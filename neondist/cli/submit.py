@@ -118,7 +118,7 @@ def _submit_to_slurm(arguments: argparse.Namespace, job: Submission) -> int:
             raise ConfigError(f"--{name} applies to --mpijob and --trainjob; leave it out with --slurm")
     if arguments.delete:
         raise ConfigError("--delete applies to --mpijob and --trainjob; cancel a Slurm job with scancel")
-    output = Path("runs", Path(job.experiment_file).stem)
+    output = Path("runs", arguments.name or Path(job.experiment_file).stem)
     script = slurm.batch_script(job, sys.executable, str(Path.cwd()), str(output))
     _write_or_print(arguments, script)
     if arguments.apply:

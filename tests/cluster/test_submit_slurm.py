@@ -75,6 +75,13 @@ def test_paths_that_are_not_utf8(tmp_path):
     assert submit_script(str(folder), ("cat",)) == str(folder)
 
 
+def test_jobs_of_other_names_have_their_own_output_folders(tmp_path):
+    (tmp_path / "a b.yaml").write_text(EXPERIMENT)
+    for options, folder in (((), "'runs/a b'"), (("--name", "c"), "runs/c")):
+        assert run_in_process(tmp_path, "submit", "--slurm", "a b.yaml", "--output", "job.sh", *options)[0] == 0
+        assert f"--output {folder} " in (tmp_path / "job.sh").read_text()
+
+
 @pytest.mark.parametrize("code", [0, 2, 75, 137])
 def test_arguments_and_exit_codes_are_preserved(folder, code):
     script = script_of(folder, f"name={SPECIAL}", modules=("x y.py",), rank_bounds=(2, 4))
