@@ -68,8 +68,10 @@ class Dataset(Registered, ABC):
     _batch_size_and_count: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
-    #: number of shards of the training samples, and number of samples in the smallest shard
-    num_shards, smallest_shard_size = 1, 0
+    #: number of shards and index of the shard of each replica, if any
+    shard_of_replica: Sequence[tuple[int, int]] = ()
+    #: number of samples in the smallest shard
+    smallest_shard_size = 0
 
     sample_shape: tuple[int, ...]
     classes: int | None
@@ -219,7 +221,7 @@ class Dataset(Registered, ABC):
         check_value("shard: index", index, Index)
         if index >= num_shards:
             raise ConfigError(f"shard: index: {index} is out of range; give 0 to {num_shards - 1}")
-        if self.num_shards > 1 or self._num_shards_and_index is not None:
+        if self._num_shards_and_index is not None:
             raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
         shard = copy(self)
         shard._num_shards_and_index = num_shards, index
@@ -235,10 +237,11 @@ class Dataset(Registered, ABC):
     def _restrict_to_shard(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
         """Keep one shard of the training samples. Collective over the tiles of a replica."""
         shards = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
-        replica_shards = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
+        tiles = grid.shape.tiles
         if shards == [(grid.size, rank) for rank in range(grid.size)]:
-            num_shards, index = grid.replicas, grid.replica
-        elif len(set(replica_shards)) > 1:
+            shards = [(grid.replicas, rank // tiles) for rank in range(grid.size)]
+            num_shards, index = shards[grid.rank]
+        if len(set(replica_shards := shards[grid.replica * tiles :][:tiles])) > 1:
             raise ConfigError(
                 f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards"
                 f" {replica_shards}; give all of them the same shard: shard(grid.replicas, grid.replica)"
@@ -249,7 +252,7 @@ class Dataset(Registered, ABC):
                 f"shard: {counted(num_samples, 'training sample')} cannot be divided into"
                 f" {counted(num_shards, 'shard')}; give at most one shard per sample"
             )
-        self.num_shards, self.smallest_shard_size = num_shards, num_samples // num_shards
+        self.shard_of_replica, self.smallest_shard_size = shards[::tiles], num_samples // num_shards
         self.train = self.train.subset(index, num_samples, num_shards)
 
     def limit_batches(self, batch_size: int, num_batches: int) -> None:
@@ -291,7 +294,9 @@ class Dataset(Registered, ABC):
     def properties_equal_on_all_ranks(self) -> list[str]:
         """Return the properties that must agree on all ranks once the data set is open, one per line."""
         ndim = len(self.sample_shape) - 1
-        lines = [f"{name} split: {split.properties_equal_on_all_ranks(ndim)}" for name, split in self.splits.items()]
+        shards = self.shard_of_replica[self._grid.replica :][:1] if self._grid is not None else ()
+        lines = [f"shard {index} of {num_shards}" for num_shards, index in shards]
+        lines += [f"{name} split: {split.properties_equal_on_all_ranks(ndim)}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content_hash}"] if self.content_hash else [])]
 
     def close(self) -> None:

@@ -34,7 +34,12 @@ class DataPosition:
         self.current_batch_size = self.uncounted_samples = 0
         replicas = state.grid.replicas
         #: whether each replica reads a shard of its own
-        self.reads_own_shard = replicas > 1 and dataset.num_shards == replicas
+        self.reads_own_shard = replicas > 1 and {*dataset.shard_of_replica} == {(replicas, i) for i in range(replicas)}
+        if len({*dataset.shard_of_replica}) > 1 and not self.reads_own_shard:
+            raise ConfigError(
+                f"shard: the {replicas} replicas have shards {[*dataset.shard_of_replica]}, and an epoch would omit or"
+                " repeat samples; give each its own, shard(grid.replicas, grid.replica), or all of them the same"
+            )
         if self.reads_own_shard and batch_size % replicas:
             raise ConfigError(
                 f"batch_size: {batch_size}, but {replicas} replicas read shards; give a multiple of {replicas}"

@@ -95,6 +95,47 @@ def test_each_replica_trains_on_its_own_shard():
             assert {number % 2 for number in epoch} == {replica}
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_shard_of_all_replicas_is_trained_as_in_one_process(replicas):
+    def body(world, replicas):
+        grid = nd.ProcessGrid(world, replicas=replicas)
+        data = open_dataset(nd.Synthetic((4, 3, 1), train=16, test=2).shard(2, 1), grid)
+        model = nd.MLPDist([nd.FCLayerDist(4)], seed=1, dtype="float64")
+        model.build(data.sample_shape, 4, grid)
+        with nd.DistributedSession(nd.TaskSpecDef(), model, log_step_count_steps=None) as session:
+            return [session.run(model.train_batch, x, y) for x, y in session.batches(data, 4, epochs=2)]
+
+    (expected,) = loopback.run(1, lambda world: body(world, 1))
+    assert len(expected) == 4
+    for losses in loopback.run(replicas, lambda world: body(world, replicas)):
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+
+
+def test_replicas_have_their_own_shards_or_the_same_one():
+    def body(world):
+        grid = nd.ProcessGrid(world, replicas=4)
+        data = open_dataset(nd.Synthetic((4, 3, 1), train=16, test=2).shard(2, grid.replica % 2), grid)
+        model = nd.MLPDist([nd.FCLayerDist(4)])
+        model.build(data.sample_shape, 4, grid)
+        with nd.DistributedSession(nd.TaskSpecDef(), model) as session:
+            next(session.batches(data, 4))
+
+    with pytest.raises(nd.ConfigError, match=r"4 replicas have shards \[\(2, 0\), \(2, 1\), .* its own"):
+        loopback.run(4, body)
+
+
+def test_experiments_reject_different_shards():
+    """Experiments divide each batch of a common order among the replicas."""
+
+    def body(world):
+        grid = nd.ProcessGrid(world, replicas=2)
+        data = nd.Synthetic((4, 3, 1), train=16, test=2).shard(2, grid.replica)
+        nd.FitExperiment(data, nd.MLPDist([nd.FCLayerDist(4)]), batch_size=4, grid={"replicas": 2}).run(grid)
+
+    with pytest.raises(nd.ConfigError, match="rank 0 has shard 0 of 2, but rank 1 has shard 1 of 2"):
+        loopback.run(2, body)
+
+
 @pytest.mark.parametrize(("numbers", "message"), [
     ((0, 0), "num_shards"),
     ((2, 2), "index: 2 is out of range; give 0 to 1"),
