@@ -14,12 +14,12 @@ import numpy as np
 
 from ..errors import ServiceError
 from ..terminal.console import counted
-from .dense import DENSE_PREFIX, SLOTS_PREFIX, select_slots
+from .dense import DENSE_PREFIX, IDS_PREFIX, ROWS_PREFIX, SLOTS_PREFIX, read_piece_rows, select_rows, select_slots
 from .group import ServerConnections
 from .message import Message, MessageArray
 from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId
-from .state import IDS_PREFIX, ROWS_PREFIX, StartingState, SyncPolicy
+from .state import StartingState, SyncPolicy
 from .table import sum_duplicates
 from .updates import describe_optimizer, make_updater
 
@@ -56,7 +56,10 @@ class PushResult:
 
 
 class PulledValues:
-    """Values pulled from the servers; servers without newer values contribute none."""
+    """Values pulled from the servers: of sparse parameters, the rows changed since the last pull.
+
+    Servers without newer values contribute none.
+    """
 
     def __init__(self, layouts: Sequence[ServerLayout], replies: Sequence[Message]) -> None:
         self._layouts, self._replies = layouts, replies
@@ -67,14 +70,16 @@ class PulledValues:
         return any(reply.arrays for reply in self._replies)
 
     def copy_to(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy the values into complete, C-contiguous arrays, given by name."""
+        """Copy the values into complete, C-contiguous arrays, given by name, which hold the values of the last pull."""
         for layout, reply in zip(self._layouts, self._replies, strict=True):
             if not reply.arrays:
                 continue
             for dtype in layout.dtypes:
-                flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.flat_size(dtype)])
+                flat = reply.array(DENSE_PREFIX + dtype, dtype, [layout.dense_size(dtype)])
                 for piece, cells in layout.pieces_of_dtype(dtype):
-                    piece.part_of(arrays[piece.name])[...] = flat[cells].reshape(piece.box.shape)
+                    ids, values = read_piece_rows(reply, piece) if piece.sends_rows else (..., flat[cells])
+                    part = piece.part_of(arrays[piece.name])
+                    part[ids] = values.reshape(part[ids].shape)
 
     def assemble_slots(self) -> dict[str, np.ndarray]:
         """Return the optimiser's complete arrays and scalars by 'PARAMETER/SLOT'; empty if they were not pulled."""
@@ -205,7 +210,8 @@ class ParameterClient:
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
         """Copy newer values into complete arrays; return whether there were any.
 
-        In synchronous mode, wait until the values include all gradients pushed by this worker.
+        Pass the same arrays in each call: of sparse parameters, only rows that have changed are copied. In synchronous
+        mode, wait until the values include all gradients pushed by this worker.
         """
         pulled = self.pull_async().result()
         pulled.copy_to(arrays)
@@ -213,11 +219,14 @@ class ParameterClient:
 
     def pull_async(self, with_slots: bool = False) -> Future[PulledValues]:
         """Pull in another thread; `with_slots`: also the optimiser's state, and values even if they are not newer."""
-        return self._pull_thread.submit(
-            lambda: PulledValues(
-                self.layouts, self._call_on_all_servers(lambda index: self._pull_from_server(index, with_slots))
-            )
-        )
+
+        def pull_from_all_servers() -> PulledValues:
+            replies = self._call_on_all_servers(lambda index: self._pull_from_server(index, with_slots))
+            self.versions = [reply.integer("version") for reply in replies]
+            self._incarnations = [reply.text("incarnation") for reply in replies]
+            return PulledValues(self.layouts, replies)
+
+        return self._pull_thread.submit(pull_from_all_servers)
 
     def pull_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return rows (n, dim) of a table; each row is transferred once."""
@@ -360,12 +369,18 @@ class ParameterClient:
 
     def _select_parts(self, layout: ServerLayout, arrays: Mapping[str, Any]) -> dict[str, MessageArray]:
         """Return a server's parts of complete arrays, by their names in messages."""
-        return {
-            DENSE_PREFIX + dtype: [
-                one.part_of(np.ascontiguousarray(arrays[one.name], dtype)) for one, _ in layout.pieces_of_dtype(dtype)
-            ]
-            for dtype in layout.dtypes
-        }
+        parts: dict[str, MessageArray] = {}
+        for dtype in layout.dtypes:
+            dense_parts = [np.empty(0, dtype)]
+            for piece, _ in layout.pieces_of_dtype(dtype):
+                part = piece.part_of(np.ascontiguousarray(arrays[piece.name], dtype))
+                if piece.sends_rows:
+                    rows = part.reshape(piece.row_shape)
+                    parts |= select_rows(piece, rows, np.flatnonzero(rows.any(axis=1)))
+                else:
+                    dense_parts.append(part)
+            parts[DENSE_PREFIX + dtype] = dense_parts
+        return parts
 
     def _pull_from_server(self, index: int, with_slots: bool) -> Message:
         while True:
@@ -377,14 +392,11 @@ class ParameterClient:
                 "seconds": 30.0,
             }
             reply = self._clients[index].call("pull_variable", fields)
-            version, incarnation = reply.integer("version"), reply.text("incarnation")
-            must_wait = incarnation == self._incarnations[index] and version < self._required_versions[index]
-            if incarnation != self._incarnations[index]:
+            if reply.text("incarnation") != self._incarnations[index]:
                 self._required_versions[index] = 0
                 if self._incarnations[index]:
                     self._clients[index].call("join", {"worker": self.worker})
-            self.versions[index], self._incarnations[index] = version, incarnation
-            if not must_wait:
+            if reply.integer("version") >= self._required_versions[index]:
                 return reply
 
     def _combine_push_replies(self, replies: Sequence[Message]) -> PushResult:

@@ -9,11 +9,13 @@ import numpy as np
 from ..optim import FlatLayout
 from ..system.memory import require_memory
 from .message import Message, MessageError
-from .placement import ServerLayout
+from .placement import ServerLayout, ServerPiece
 from .updates import Slots, Updater
 
 DENSE_PREFIX, SLOTS_PREFIX = "dense/", "slots/"
 """Prefixes of array names in messages, followed by the dtype, and for slots by the name of the slot."""
+IDS_PREFIX, ROWS_PREFIX = "ids/", "rows/"
+"""Prefixes of array names in messages, followed by the name of a sparse parameter or of a table."""
 
 
 class DenseParameters:
@@ -33,6 +35,10 @@ class DenseParameters:
         self.values = {dtype: np.zeros(layout.flat_size(dtype), dtype) for dtype in layout.dtypes}
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat_layouts = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
+        self._dense_sizes = {dtype: layout.dense_size(dtype) for dtype in layout.dtypes}
+        self._row_versions = {
+            piece.name: np.zeros(piece.row_shape[:1], np.int64) for piece in layout.pieces if piece.sends_rows
+        }
         if self.values:
             updater.require_independent_updates(all(piece.is_whole_parameter for piece in layout.pieces))
 
@@ -41,13 +47,26 @@ class DenseParameters:
         """Bytes of the values."""
         return sum(array.nbytes for array in self.values.values())
 
+    @property
+    def has_sparse_rows(self) -> bool:
+        """Whether any piece is sent by rows."""
+        return bool(self._row_versions)
+
     def read_dense_arrays(self, message: Message) -> dict[str, np.ndarray]:
-        """Return the flat arrays in a message; MessageError if they do not match the layout."""
+        """Return the flat arrays in a message, 0 in rows not sent; MessageError if they do not match the layout."""
         sent_dtypes = {name[len(DENSE_PREFIX) :] for name in message.arrays if name.startswith(DENSE_PREFIX)}
         if sent_dtypes != self.values.keys():
             expected = ", ".join(self.values) or "none"
             raise MessageError(f"dense arrays: expected {expected}, got {', '.join(sorted(sent_dtypes)) or 'none'}")
-        return {dtype: message.array(DENSE_PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
+        arrays = {}
+        for dtype, values in self.values.items():
+            arrays[dtype] = message.array(DENSE_PREFIX + dtype, dtype, [self._dense_sizes[dtype]])
+            if sparse_size := values.size - self._dense_sizes[dtype]:
+                arrays[dtype] = np.concatenate([arrays[dtype], np.zeros(sparse_size, dtype)])
+            for piece, rows in self._sparse_rows(dtype, arrays[dtype]):
+                ids, rows_sent = read_piece_rows(message, piece)
+                rows[ids] = rows_sent
+        return arrays
 
     def set_values(self, values: Mapping[str, np.ndarray]) -> None:
         """Copy values into the flat arrays."""
@@ -67,9 +86,16 @@ class DenseParameters:
                 array = message.array(prefix + name, *(("float32", []) if name in scalars else (dtype, [values.size])))
                 self.slots[dtype][name] = array.copy()
 
-    def message_arrays(self, with_slots: bool = False) -> dict[str, np.ndarray]:
-        """Return the values, and with `with_slots` the optimiser's state, by their array names in messages."""
-        arrays = {DENSE_PREFIX + dtype: array for dtype, array in self.values.items()}
+    def message_arrays(self, version: int = -1, with_slots: bool = False) -> dict[str, np.ndarray]:
+        """Return the values, and with `with_slots` the optimiser's state, by their array names in messages.
+
+        Of sparse parameters, return the rows that have changed since a version (-1: all).
+        """
+        arrays = {}
+        for dtype, array in self.values.items():
+            arrays[DENSE_PREFIX + dtype] = array[: self._dense_sizes[dtype]]
+            for piece, rows in self._sparse_rows(dtype, array):
+                arrays |= select_rows(piece, rows, np.flatnonzero(self._row_versions[piece.name] > version))
         for dtype, slots in self.slots.items() if with_slots else ():
             arrays |= {f"{SLOTS_PREFIX}{dtype}/{name}": array for name, array in slots.items()}
         return arrays
@@ -77,7 +103,34 @@ class DenseParameters:
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:
         """Apply gradients; their arrays are overwritten."""
         for dtype, array in self.values.items():
+            previous_rows = [rows.copy() for _, rows in self._sparse_rows(dtype, array)]
             self._updater.update(array, grads[dtype], self.slots[dtype], step, scale, self._flat_layouts[dtype])
+            for (piece, rows), previous in zip(self._sparse_rows(dtype, array), previous_rows, strict=True):
+                self._row_versions[piece.name][(rows != previous).any(axis=1)] = step + 1
+
+    def _sparse_rows(self, dtype: str, flat: np.ndarray) -> list[tuple[ServerPiece, np.ndarray]]:
+        """Return the sparse pieces with their rows in a flat array, as views."""
+        pieces = self.layout.pieces_of_dtype(dtype)
+        return [(piece, flat[cells].reshape(piece.row_shape)) for piece, cells in pieces if piece.sends_rows]
+
+
+def select_rows(piece: ServerPiece, rows: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Return some rows of a sparse piece and their ids, or all rows if these are fewer bytes, for a message."""
+    if ids.nbytes + len(ids) * rows[:1].nbytes >= rows.nbytes:
+        return {ROWS_PREFIX + piece.name: rows}
+    return {IDS_PREFIX + piece.name: ids, ROWS_PREFIX + piece.name: rows[ids]}
+
+
+def read_piece_rows(message: Message, piece: ServerPiece) -> tuple[np.ndarray | slice, np.ndarray]:
+    """Return the ids and rows of a sparse piece in a message; MessageError if they do not match the piece."""
+    num_rows, row_size = piece.row_shape
+    if IDS_PREFIX + piece.name not in message.arrays:
+        return slice(None), message.array(ROWS_PREFIX + piece.name, piece.dtype, [num_rows, row_size])
+    rows = message.array(ROWS_PREFIX + piece.name, piece.dtype, [None, row_size])
+    ids = message.array(IDS_PREFIX + piece.name, "int64", [len(rows)])
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_rows:
+        raise MessageError(f"parameter '{piece.name}': its ids must be 0 to {num_rows - 1}")
+    return ids, rows
 
 
 def select_slots(

@@ -40,6 +40,8 @@ class ServerPiece:
     box : Box
     has_weight_decay : bool
         Whether weight decay applies to the parameter if the optimiser exempts biases.
+    is_sparse : bool
+        Whether a gradient changes few rows of the parameter, so that only these are sent.
     """
 
     name: str
@@ -48,6 +50,17 @@ class ServerPiece:
     box_shape: tuple[int, ...]
     box: Box
     has_weight_decay: bool = True
+    is_sparse: bool = False
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether some rows of the piece are sent with their ids, instead of the whole piece."""
+        return self.is_sparse and self.box.ndim > 1 and self.box.size > 0
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Number of rows, and of elements of each."""
+        return self.box.shape[0], prod(self.box.shape[1:])
 
     @property
     def is_whole_parameter(self) -> bool:
@@ -61,18 +74,19 @@ class ServerPiece:
     def to_json(self) -> list[Any]:
         """Return a JSON value that `parse` accepts."""
         extents = map(list, (self.shape, self.box_shape, self.box.lo, self.box.hi))
-        return [self.name, self.dtype, *extents, self.has_weight_decay]
+        return [self.name, self.dtype, *extents, self.has_weight_decay, self.is_sparse]
 
     @classmethod
     def parse(cls, value: object) -> ServerPiece:
         """Return the piece described by a JSON value; MessageError if it is invalid."""
-        name, dtype, shape, box_shape, lo, hi, decays = _check_list(value, 7)
+        name, dtype, shape, box_shape, lo, hi, *flags = _check_list(value, 8)
         shape, box_shape, lo, hi = map(_parse_shape, (shape, box_shape, lo, hi))
         boxes_fit = len(box_shape) == len(lo) == len(hi) and prod(shape) == prod(box_shape)
         boxes_fit = boxes_fit and all(a <= b <= n for a, b, n in zip(lo, hi, box_shape, strict=True))
-        if not isinstance(name, str) or dtype not in SUPPORTED_DTYPES or not isinstance(decays, bool) or not boxes_fit:
+        flags_fit = all(isinstance(flag, bool) for flag in flags)
+        if not isinstance(name, str) or dtype not in SUPPORTED_DTYPES or not flags_fit or not boxes_fit:
             raise MessageError("invalid piece of a parameter")
-        return cls(name, dtype, shape, box_shape, Box(lo, hi), decays)
+        return cls(name, dtype, shape, box_shape, Box(lo, hi), *flags)
 
 
 @dataclass(frozen=True)
@@ -153,14 +167,18 @@ class ServerLayout:
         return [dtype for dtype in SUPPORTED_DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
 
     def pieces_of_dtype(self, dtype: str) -> list[tuple[ServerPiece, slice]]:
-        """Return the pieces of the flat array of a dtype in order, with their cells in this array."""
-        pieces = [piece for piece in self.pieces if piece.dtype == dtype]
+        """Return the pieces of the flat array of a dtype in order, sparse ones last, with their cells in this array."""
+        pieces = sorted((one for one in self.pieces if one.dtype == dtype), key=lambda one: one.sends_rows)
         ranges = pairwise(accumulate((piece.box.size for piece in pieces), initial=0))
         return [(piece, slice(*cells)) for piece, cells in zip(pieces, ranges, strict=True)]
 
     def flat_size(self, dtype: str) -> int:
         """Return the size of the flat array of a dtype."""
         return sum(piece.box.size for piece in self.pieces if piece.dtype == dtype)
+
+    def dense_size(self, dtype: str) -> int:
+        """Return the size of the start of this array that is sent whole."""
+        return sum(piece.box.size for piece in self.pieces if piece.dtype == dtype and not piece.sends_rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `parse` accepts."""
@@ -227,7 +245,8 @@ def place_parameters(
     def make_piece(spec: ParameterSpec, server: int) -> ServerPiece:
         owner_boxes, shape = boxes_by_name[spec.name], tuple(spec.shape)
         has_weight_decay = len(shape) > 1 if decayed_set is None else spec.name in decayed_set
-        return ServerPiece(spec.name, spec.dtype, shape, owner_boxes.shape, owner_boxes.boxes[server], has_weight_decay)
+        box = owner_boxes.boxes[server]
+        return ServerPiece(spec.name, spec.dtype, shape, owner_boxes.shape, box, has_weight_decay, spec.sparse)
 
     pieces_by_server = [[make_piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [

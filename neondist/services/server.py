@@ -46,7 +46,7 @@ class ParameterServer(Service):
         self._pending_gradients: list[PushedGradient] = []
         self._gradients_in_round = 0
         self._last_push_numbers: dict[str, int] = {}
-        self._cached_values_reply: tuple[int, list[bytes]] | None = None
+        self._cached_values_reply: tuple[tuple[int, int], list[bytes]] | None = None
         self._hold_deadline, self._admitted_minibatches, self._running_saves = 0.0, AppliedMinibatches(), 0
         self._stale_gradient_count, self._departed_workers = 0, set[str]()
 
@@ -91,7 +91,7 @@ class ParameterServer(Service):
             return Message({"initialized": self._state is not None, "taken": accepted})
 
     def pull_variable(self, request: Message) -> Reply:
-        """Wait for a version, then return all dense values if they are newer than the caller's.
+        """Wait for a version, then return all dense values and changed rows if they are newer than the caller's.
 
         With `slots`, return them unconditionally, together with the optimiser's state.
         """
@@ -106,9 +106,13 @@ class ParameterServer(Service):
                 return list(encode(Message(fields, state.dense_parameters.message_arrays(with_slots=True))))
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
-            if self._cached_values_reply is None or self._cached_values_reply[0] != state.version:
-                chunks = list(encode(Message(fields, state.dense_parameters.message_arrays())))
-                self._cached_values_reply = state.version, chunks
+            held_version = (
+                version if incarnation == self._incarnation and state.dense_parameters.has_sparse_rows else -1
+            )
+            versions = held_version, state.version
+            if self._cached_values_reply is None or self._cached_values_reply[0] != versions:
+                chunks = list(encode(Message(fields, state.dense_parameters.message_arrays(held_version))))
+                self._cached_values_reply = versions, chunks
             return self._cached_values_reply[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:

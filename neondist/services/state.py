@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..terminal.console import counted
-from .dense import DenseParameters
+from .dense import IDS_PREFIX, ROWS_PREFIX, DenseParameters
 from .message import Message, MessageError
 from .placement import EmbeddingTableSpec, ServerLayout
 from .progress import AppliedMinibatches, MinibatchId, weights_by_sample_count
 from .table import EmbeddingTable
 from .updates import make_updater
-
-IDS_PREFIX, ROWS_PREFIX = "ids/", "rows/"
-"""Prefixes of table names in the array names of messages."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,9 @@ class ServerState:
     def read_rows(self, message: Message) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return ids and rows of tables in a message; MessageError if they do not match a table."""
         rows_by_table = {}
-        for name in (key[len(ROWS_PREFIX) :] for key in message.arrays if key.startswith(ROWS_PREFIX)):
+        sparse_names = {piece.name for piece in self.layout.pieces if piece.sends_rows}
+        sent_names = {key[len(ROWS_PREFIX) :] for key in message.arrays if key.startswith(ROWS_PREFIX)}
+        for name in sorted(sent_names - sparse_names):
             spec = self.find_table(name).spec
             rows = message.array(ROWS_PREFIX + name, spec.dtype, [None, spec.dim])
             rows_by_table[name] = message.array(IDS_PREFIX + name, "int64", [len(rows)]), rows

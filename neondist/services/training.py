@@ -15,7 +15,7 @@ from ..comm import Transport, all_or_none
 from ..errors import ConfigError, ServiceError
 from ..models import RemoteUpdate, TrainableModel
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
-from .client import ParameterClient
+from .client import ParameterClient, PulledValues
 from .master_client import RETRY_SECONDS, MasterClient
 from .placement import place_parameters
 from .progress import AppliedMinibatches
@@ -199,20 +199,19 @@ class ServerUpdate(RemoteUpdate):
 
     def _pull(self, with_slots: bool) -> dict[str, np.ndarray]:
         """Pull new values; with `with_slots`, return the optimiser's whole arrays by 'PARAMETER/SLOT', otherwise {}."""
-        slots: dict[str, np.ndarray] = {}
+        pulled = PulledValues([], [])
         with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 pulled = self._client.pull_async(with_slots).result()
-                pulled.copy_to(self._values)
-                slots = pulled.assemble_slots()
                 self.version = self._client.versions[0]
         if self._world.size > 1:
-            self._values, self.version, slots = self._world.bcast((self._values, self.version, slots))
+            pulled, self.version = self._world.bcast((pulled, self.version))
+        pulled.copy_to(self._values)
         parameters = self._parameters
         for shard, array in zip(parameters.trained_shards, parameters.split_flat(parameters.values), strict=True):
             array[...] = namespace(array).asarray(shard.own_part_of(self._values[shard.full_name])).reshape(array.shape)
         parameters.version += 1
-        return slots
+        return pulled.assemble_slots()
 
     def pull_final_values(self) -> None:
         """Pull the final values on the first worker."""

@@ -24,9 +24,9 @@ def draw_arrays(seed, shapes=None, dtype="float64"):
 class Servers:
     """Parameter servers and a master, with a factory of clients; `recover`: with checkpoints, as in a job."""
 
-    def __init__(self, count, folder=None, minibatches_per_task=1, recover=False):
+    def __init__(self, count, folder=None, minibatches_per_task=1, recover=False, server_class=ParameterServer):
         self.token, self.stack = create_token(), contextlib.ExitStack()
-        self.servers = [ParameterServer(folder) for _ in range(count)]
+        self.servers = [server_class(folder) for _ in range(count)]
         self.hosts = [
             self.stack.enter_context(ServiceHost([server], "127.0.0.1:0", self.token)) for server in self.servers
         ]
@@ -38,8 +38,9 @@ class Servers:
             self.stack.enter_context(connections)
             self.stack.enter_context(ServerRecovery(connections, folder, self.master))
 
-    def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64"):
-        specs = [ParameterSpec(name, shape, dtype) for name, shape in (SHAPES if shapes is None else shapes).items()]
+    def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64", sparse=()):
+        shapes = SHAPES if shapes is None else shapes
+        specs = [ParameterSpec(name, shape, dtype, name in sparse) for name, shape in shapes.items()]
         count = len(self.servers)
         return place_parameters(as_builder(strategy).build(specs, count), count, tables)
 

@@ -5,7 +5,7 @@ import random
 
 import grpc
 import numpy as np
-from parameter_servers import Servers, draw_arrays
+from parameter_servers import SHAPES, Servers, draw_arrays
 
 import neondist as nd
 from neondist.errors import ServiceError
@@ -54,12 +54,14 @@ FIELD_NAMES = (
     "optimizer", "policy", "values", "name", "save", "admitted", "epoch",
 )  # fmt: skip
 LAYOUT = {"index": 0, "servers": 1, "pieces": [], "tables": []}
-HUGE_ARRAY = ["w", "float32", [1 << 40, 1 << 40], [1 << 80], [0], [1 << 80], True]
+HUGE_ARRAY = ["w", "float32", [1 << 40, 1 << 40], [1 << 80], [0], [1 << 80], True, False]
+HUGE_EMPTY_TABLE = ["w", "float32", [1 << 60, 0], [1 << 60, 0], [0, 0], [1 << 60, 0], True, True]
 FIELD_VALUES = (
     *(None, True, False, -1, 0, 3, 1 << 62, 1 << 70, 0.5, -2.5, 1e300, "", "a", "../a", "x" * 3000),
     *([], [1, 2, 3], [[1]], {}, {"a": 1}, LAYOUT),
-    LAYOUT | {"pieces": [["w", "float32", [-1], [3], [0], [3], True]]},
+    LAYOUT | {"pieces": [["w", "float32", [-1], [3], [0], [3], True, False]]},
     LAYOUT | {"pieces": [HUGE_ARRAY]},
+    LAYOUT | {"pieces": [HUGE_EMPTY_TABLE]},
     LAYOUT | {"tables": [["t", 9, 2, "float32", ["System", {}], 0, False]]},
     LAYOUT | {"tables": [["t", 9, 2, "float32", ["Gaussian", {"x": 1}], 0, False]]},
     {"kind": "neondist", "name": "SGD", "arguments": {"learning_rate": "x"}},
@@ -73,7 +75,7 @@ FIELD_VALUES = (
 def draw_request(rng):
     """Return a method of a parameter server with well-formed, mostly invalid fields and arrays."""
     fields = {name: rng.choice(FIELD_VALUES) for name in FIELD_NAMES if rng.random() < 0.8}
-    names = ["dense/float32", "dense/float64", "ids/table", "rows/table", "ids", "rows/"]
+    names = ["dense/float32", "dense/float64", "ids/table", "rows/table", "ids", "rows/", "ids/words", "rows/words"]
     arrays = [np.zeros(3, "f4"), np.zeros(5), np.zeros((2, 2)), np.arange(2) - 1, np.full(2, np.nan), np.zeros(0, "?")]
     payload = {name: rng.choice(arrays) for name in names if rng.random() < 0.5}
     return rng.choice(SERVER_METHODS), fields | {"seconds": rng.choice([0, 0.0, "1", -1])}, payload
@@ -94,10 +96,11 @@ def check_hostile_requests(count, seed):
     rng, table = random.Random(seed), EmbeddingTableSpec("table", 10, 2, "float64")
     refused = 0
     with Servers(1) as job:
-        layouts = job.layouts(tables=[table])
+        shapes = SHAPES | {"words": (5, 2)}
+        layouts = job.layouts(shapes=shapes, tables=[table], sparse=["words"])
         client = job.client("0", layouts)
-        client.push_initial_values(draw_arrays(0), nd.SGD(0.1), SyncPolicy(sync=False))
-        values = draw_arrays(9)
+        client.push_initial_values(draw_arrays(0, shapes), nd.SGD(0.1), SyncPolicy(sync=False))
+        values = draw_arrays(9, shapes)
         client.pull(values)
         stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, retry_seconds=0))
         for _ in range(count):
@@ -110,7 +113,7 @@ def check_hostile_requests(count, seed):
         stranger.call("release")
         assert not client.pull(values)
         np.testing.assert_array_equal(values["fc/weights"], draw_arrays(0)["fc/weights"])
-        client.push(draw_arrays(1))
+        client.push(draw_arrays(1, shapes))
         client.pull(values)
         np.testing.assert_allclose(
             values["fc/weights"], draw_arrays(0)["fc/weights"] - 0.1 * draw_arrays(1)["fc/weights"], atol=1e-15

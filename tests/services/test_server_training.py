@@ -35,6 +35,24 @@ def make_module():
     return TorchModel(factory, loss=TorchLoss("CrossEntropyLoss"), optimizer=TorchOptimizer("SGD", {"lr": 0.1}))
 
 
+def make_embedding_module():
+    """Return a model with a table of 30 rows, of which each tile uses some."""
+    import torch
+
+    from neondist.torch import TorchLoss, TorchModel, TorchOptimizer
+
+    class Embeddings(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(30, 2, sparse=True), torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.table((x.abs() * 20).long() % 30)).mean((1, 2, 3)))
+
+    optimizer = TorchOptimizer("Adam", {"lr": 0.01, "weight_decay": 0.1})
+    return TorchModel(Embeddings, loss=TorchLoss("CrossEntropyLoss"), optimizer=optimizer)
+
+
 def make_experiment(model, strategy=None, **fields):
     data = nd.Synthetic(shape=(12, 8, 1), classes=2, train=SAMPLES, test=4)
     return nd.FitExperiment(
@@ -72,6 +90,7 @@ def check_records(job):
         (make_model, "PartitionedPS(staleness=2)", 2),
         (make_module, "UnevenPartitionedPS(sync=False)", 1),
         (make_module, "PSLoadBalancing(sync=False)", 2),
+        (make_embedding_module, "PartitionedPS(sync=False)", 2),
     ],
 )
 @pytest.mark.long
@@ -110,6 +129,7 @@ def make_adam_module():
         (make_adam_module, (None, "UnevenPartitionedPS", None), 2),
         (make_adam_module, ("PSLoadBalancing", None, "PS"), 1),
         (make_module, (None, "PartitionedPS", None), 1),
+        (make_embedding_module, ("PartitionedPS", None, "PS"), 1),
     ],
 )
 @pytest.mark.long

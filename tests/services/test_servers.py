@@ -288,9 +288,9 @@ def test_hostile_requests_change_nothing(capfd):
 def test_hostile_models_are_rejected(tmp_path):
     """Change one value in requests to servers without a model: accept them, or reject them with a message."""
     rng, outcomes = random.Random(int(os.environ["NEONDIST_SEED"])), Counter()
-    table, shapes = EmbeddingTableSpec("table", 10, 2, "float64"), {"w": (4, 3), "b": ()}
+    table, shapes = EmbeddingTableSpec("table", 10, 2, "float64"), {"words": (5, 2), "w": (4, 3), "b": ()}
     with Servers(1) as job:
-        layout = job.layouts("PS", shapes, [table])[0].to_json()
+        layout = job.layouts("PS", shapes, [table], sparse=["words"])[0].to_json()
     fields = {
         "layout": layout,
         "optimizer": describe_optimizer(nd.Adam(0.1, weight_decay=0.1)),
@@ -300,7 +300,8 @@ def test_hostile_models_are_rejected(tmp_path):
         "name": "absent",
     }
     contents = {"dense/float64": np.zeros(13), "rows/table": np.zeros((2, 2)), "ids/table": np.arange(2)}
-    contents |= {f"slots/float64/{slot}": np.zeros(13) for slot in ("mean", "square")}
+    contents |= {"rows/words": np.zeros((2, 2)), "ids/words": np.arange(2)}
+    contents |= {f"slots/float64/{slot}": np.zeros(23) for slot in ("mean", "square")}
     for _ in range(1500):
         name = rng.choice(list(fields))
         changed = fields | {name: change_value(rng, copy.deepcopy(fields[name]))}
