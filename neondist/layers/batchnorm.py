@@ -47,7 +47,7 @@ class BatchNormLayer(NormLayer):
         group, channels = reduction_group(len(input_shape) > 1, over_replicas=True), input_shape[-1]
         return [
             Reduction("forward", group, fixed_elements=1 + 2 * channels, combine="moments"),
-            Reduction("backward", group, fixed_elements=2 * channels),
+            Reduction("backward", group, fixed_elements=2 * channels, needed_by_parameters=False),
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:

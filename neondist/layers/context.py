@@ -74,6 +74,8 @@ class StepContext:
     """
 
     reduced: Any = None
+    #: the result of the reduction before `forward`, which other calls use too
+    forward_reduction: Any = None
     needs_input_gradient = True
     #: False: an earlier call has computed the layer's gradients, and assignments to `grads` are ignored
     needs_weight_gradients = True
@@ -102,6 +104,12 @@ class StepContext:
         #: copies of the state before the first `forward` of the pass, shared by all calls in it; empty before that
         self.initial_state: dict[str, Any] = {}
         self.set_out_allocator(allocate_out)
+
+    def set_reduced(self, result: Any, direction: str = "forward") -> None:
+        """Set `reduced` to a copy of the result of a reduction, which the layer may modify."""
+        self.reduced = None if result is None else result.copy()
+        if direction == "forward":
+            self.forward_reduction = result
 
     def set_out_allocator(self, allocate: Callable[[], Any]) -> None:
         """Set the function that returns `out`."""

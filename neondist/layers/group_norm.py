@@ -49,7 +49,7 @@ class SampleNormLayer(NormLayer):
         group, groups = reduction_group(len(input_shape) > 1, over_replicas=False), self.group_count_for(input_shape)
         return [
             Reduction("forward", group, result_elements_per_sample=2 * groups, fixed_elements=1, combine="moments"),
-            Reduction("backward", group, result_elements_per_sample=2 * groups),
+            Reduction("backward", group, result_elements_per_sample=2 * groups, needed_by_parameters=False),
         ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:

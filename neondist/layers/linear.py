@@ -71,7 +71,7 @@ class FCLayer(Layer):
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reduction of the outputs, or of the input gradients."""
         if self.splits_outputs:
-            return [Reduction("backward", "tiles", result_elements_per_sample=prod(input_shape))]
+            return [Reduction("backward", "tiles", prod(input_shape), needed_by_parameters=False)]
         return [Reduction("forward", "tiles", result_elements_per_sample=self.out_features)]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:

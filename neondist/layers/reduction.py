@@ -22,6 +22,8 @@ class Reduction(NamedTuple):
     combine : 'sum' or 'moments'
         'moments': a flat array (count, means, sums of squared deviations), combined without cancellation, in rank order
         (Chan, Golub and LeVeque 1983).
+    needed_by_parameters : bool
+        Whether `reduce_backward` also returns an array if only the gradients of parameters are needed.
     """
 
     direction: str
@@ -29,6 +31,7 @@ class Reduction(NamedTuple):
     result_elements_per_sample: Index = 0
     fixed_elements: Index = 0
     combine: Literal["sum", "moments"] = "sum"
+    needed_by_parameters: bool = True
 
     def result_elements(self, samples: int, calls: int = 1) -> int:
         """Return the number of elements of the partial results of all calls, which have `samples` samples in total."""

@@ -13,7 +13,7 @@ from ..comm.argument_text import format_arguments
 from ..errors import PlanMismatchError, ShapeError
 from ..geometry import Box, GridShape, HaloPlan, KeyDetail, PartClassKeys, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
-from ..layers import Layer
+from ..layers import Layer, Reduction
 from .classes import TileClasses, part_class_keys, tile_classes
 from .graph import VectorRedistribution
 
@@ -166,7 +166,7 @@ class LayerPlan:
         tiles_checksum = hashlib.sha256(cells.encode()).hexdigest()[:8]
         settings = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {tiles_checksum}"
         for reduction in self.layer.reductions_for(self.input_shape):
-            settings += f", {reduction}"
+            settings += f", {tuple(reduction)}"
         return f"'{self.name}': {self.class_name} {settings}, {format_arguments(self.layer.arguments())}"
 
     def check_messages_match(self, arrays: Sequence[GlobalArray], tile: int) -> None:
@@ -308,8 +308,12 @@ class LayerPlan:
         return sum(
             sums.result_elements(samples, num_micro_batches) * itemsize
             for sums in self.reductions
-            if sums.group and group_sizes[sums.group] > 1 and (sums.direction == "forward" or self.needs_input_gradient)
+            if sums.group and group_sizes[sums.group] > 1 and self._runs_in_training(sums)
         )
+
+    def _runs_in_training(self, reduction: Reduction) -> bool:
+        needed_by_parameters = reduction.needed_by_parameters and self.trained_parameters
+        return bool(reduction.direction == "forward" or self.needs_input_gradient or needed_by_parameters)
 
     def _message_sizes_of_gather(self, tile: int) -> list[int]:
         """Return the sizes of the messages that send a tile's cells to the tiles that see them."""

@@ -115,7 +115,7 @@ class LayerTask(Task):
         ctx, view = self.begin_forward(run, x if self.layer.saves_input else None)
         saved_arrays, ctx.activated = saved
         ctx.restore_saved_arrays(view, saved_arrays)
-        ctx.reduced = None if run.known_forward_reductions is None else run.known_forward_reductions[self.index]
+        ctx.set_reduced(None if run.known_forward_reductions is None else run.known_forward_reductions[self.index])
 
     def finish_forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs of a call whose reductions are complete."""
@@ -177,6 +177,7 @@ class LayerTask(Task):
             )
         if ctx.activation is not None and not (ctx.activated or ctx.relu_gradient_left_to_next_layer):
             dy = ctx.activation.bprop(ctx.activation_output, dy)
+        ctx.set_reduced(ctx.forward_reduction)  # for reduce_backward, also if the pass was run backward before
         ctx.needs_input_gradient, ctx.needs_weight_gradients = needs_dx, self.index < run.first_accumulated_step
         if self.input_gather is not None:
             shape = run.samples, *self.input_gather.plan.own.shape
@@ -264,22 +265,14 @@ class LayerTask(Task):
         In a repeated pass the results are `known`; partial results are recomputed only if the layer saves arrays in
         doing so.
         """
-        reduction = self.reductions.get(direction)
-        if reduction is None:
-            for ctx, _ in ctx_arrays:
-                ctx.reduced = None
-            return
-        partials: list[Any] = []
-        if not known or self._recomputes_partial_result[direction]:
+        reduction, results = self.reductions.get(direction), list(known) or [None] * len(ctx_arrays)
+        if reduction is not None and (not known or self._recomputes_partial_result[direction]):
             partials = [self.compute_partial_result(direction, ctx, array) for ctx, array in ctx_arrays]
-        if known:
-            for (ctx, _), reduced in zip(ctx_arrays, known, strict=True):
-                ctx.reduced = reduced
-            return
-        counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in ctx_arrays]
-        results = self.combine_partials(direction, partials, counts)
-        for (ctx, _), reduced in zip(ctx_arrays, results, strict=True):
-            ctx.reduced = reduced
+            if not known:
+                counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in ctx_arrays]
+                results = self.combine_partials(direction, partials, counts)
+        for (ctx, _), result in zip(ctx_arrays, results, strict=True):
+            ctx.set_reduced(result, direction)
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Return the combined partial results of all ranks for each pass. Collective."""

@@ -23,7 +23,7 @@ def combine_ranks(reductions: Reductions, reduction: Reduction, partial: Any) ->
     """Return the combined partial results of all ranks; every rank gets the same result. Collective over the group."""
     assert reduction.group is not None
     if reduction.combine == "sum":
-        return reductions.allreduce(reduction.group, partial)
+        return reductions.allreduce(reduction.group, partial.copy())  # the layer may have saved this array
     return merge_moments(reductions.gather(reduction.group, partial))
 
 

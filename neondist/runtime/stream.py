@@ -192,7 +192,7 @@ class StripwiseSection:
         self._combine_reductions("forward", reduction_step, passes, partials_by_pass)
         for run in passes if is_last else ():
             ctx, view = run.output
-            ctx.reduced = run.reduced["forward"][reduction_step]
+            ctx.set_reduced(run.reduced["forward"][reduction_step])
             task: Any = self._section(self.strip_numbers[-1]).tasks[reduction_step]
             run.output = task.finish_forward(ctx, view)
 

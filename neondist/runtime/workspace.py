@@ -137,7 +137,7 @@ class SectionPass:
     @property
     def reduced(self) -> list[Any]:
         """Results of the forward reductions of each step."""
-        return [None if ctx is None else ctx.reduced for ctx in self.contexts]
+        return [None if ctx is None else ctx.forward_reduction for ctx in self.contexts]
 
     @contextmanager
     def preserve_saved_arrays(self) -> Iterator[None]:

@@ -54,6 +54,17 @@ class WritesIntoGradient(CorrectConv):
         return super().backward(ctx, dy)
 
 
+class ReducesIntoGradient(CorrectConv):
+    """Changes dy in place, in reduce_backward."""
+
+    def reductions_for(self, input_shape):
+        return [nd.Reduction("backward", "tiles", result_elements_per_sample=2)]
+
+    def reduce_backward(self, ctx, dy):
+        dy *= 2
+        return ctx.kernels.sample_sum(dy)
+
+
 class ForgetsOutputs(CorrectConv):
     """Leaves the last row of its outputs unwritten."""
 
@@ -126,6 +137,11 @@ def run_steps(layer, ranks=2, guarded=True):
         (
             WritesIntoGradient,
             r"\(WritesIntoGradient\), backward, step 0",
+            "modified the gradient of its outputs in place",
+        ),
+        (
+            ReducesIntoGradient,
+            r"\(ReducesIntoGradient\), backward, step 0",
             "modified the gradient of its outputs in place",
         ),
         (ForgetsOutputs, r"\(ForgetsOutputs\), forward, step 0", "of its outputs were .* or never written"),

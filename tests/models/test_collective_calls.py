@@ -188,7 +188,7 @@ CALLS_WITH_DIFFERENCES_BY_MESSAGE = {
     "the cost is SumSquared": (train_model, "cost", [None, nd.SumSquared()]),
     "the 'fc1' is FCLayerDist": (train_model, "input_shape", [(6, 6, 1), (6, 6, 2)]),
     "the 'dropout1' is .*0.5": (train_model, "layers", [make_dropout_layers(0.25), make_dropout_layers(0.5)]),
-    "the 'sum1' is .*ements=2": (train_model, "layers", [make_sum_layers(1), make_sum_layers(2)]),
+    "the 'sum1' is .*'world', 0, 2,": (train_model, "layers", [make_sum_layers(1), make_sum_layers(2)]),
     "the initial or loaded 'fc1/bias' is of checksum": (train_model, "weight_offset", [1.0, 1.0]),
     "epochs is 2": (fit_model, "epochs", [1, 2]),
     "seed is 2": (fit_model, "seed", [1, 2]),

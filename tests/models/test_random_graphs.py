@@ -63,6 +63,12 @@ REGRESSION_CASES = {
     "reduction before the backward pass of the first layer": Case(
         (5, 1), [("OwnCenter", {"name": "a"})], batch=1, steps=1, grid=(1, 1, 1, 2),
     ),
+    "reduced array that the layer has saved, for parameters only": Case(
+        (5, 1), [("OwnExcitation", {"name": "a"})], batch=1, steps=1, grid=(1, 1, 1, 2),
+    ),
+    "result of a reduction that a strip modifies": Case(
+        (5, 1), [("OwnExcitation", {"name": "a"}), TANH_LAYER], batch=1, steps=1, strips=1, memory="1TiB",
+    ),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,10 +139,10 @@ class GuardedLayerTask(LayerTask):
         return y
 
     def compute_partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
-        """Call reduce with the copy of the view that forward receives, or reduce_backward."""
-        return super().compute_partial_result(
-            direction, ctx, self._guarded_copy(ctx, array) if direction == "forward" else array
-        )
+        """Call reduce with the copy of the view that forward receives, or reduce_backward with a copy of dy."""
+        if direction == "forward":
+            return super().compute_partial_result(direction, ctx, self._guarded_copy(ctx, array))
+        return self._with_copy_of_dy(ctx, array, partial(super().compute_partial_result, direction, ctx))
 
     def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
         """Compare the partial results with those of other ranks, and combine them."""
@@ -164,16 +165,21 @@ class GuardedLayerTask(LayerTask):
     def call_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
         ctx.check_views_unmodified("backward", "its view was modified after its forward pass; work on a copy")
-        copied = GuardedCopy(dy)
-        dview = self.layer.backward(ctx, copied.array)
-        if copied.changed:
-            raise ctx.layer_error("backward", "modified the gradient of its outputs in place; work on a copy")
+        dview = self._with_copy_of_dy(ctx, dy, partial(self.layer.backward, ctx))
         ctx.check_views_unmodified("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
             ctx.check_no_marks("backward", f"its gradients of '{name}'", gradient)
         if dview is not None:
             ctx.check_no_marks("backward", "the gradient of its view", dview)
         return dview
+
+    def _with_copy_of_dy(self, ctx: Any, dy: Any, function: Callable[[Any], Any]) -> Any:
+        """Return the result of a function of a copy of dy, which must not modify it."""
+        copied = GuardedCopy(dy)
+        result = function(copied.array)
+        if copied.changed:
+            raise ctx.layer_error("backward", "modified the gradient of its outputs in place; work on a copy")
+        return result
 
     def exchange_halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
         """Return a view, which must be completely filled, or a tile's gradient from a complete gradient of its view."""

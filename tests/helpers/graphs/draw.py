@@ -209,6 +209,7 @@ IMAGE_LAYERS = VECTOR_LAYERS | {
     "Upsample": draw_upsample, "Pad": draw_pad, "Crop": draw_crop, "LocalFiltering": draw_local_filtering,
     "LCN": draw_lcn, "InstanceNorm": draw_instance_norm, "GlobalAvgPooling": draw_nothing,
     "OwnStencil": draw_own_stencil, "OwnCellGain": draw_nothing, "OwnCenter": draw_nothing, "OwnMoment": draw_nothing,
+    "OwnExcitation": draw_nothing,
 }  # fmt: skip
 IMAGE_TO_VECTOR_LAYERS = ("FC", "GlobalAvgPooling", "OwnProjection", "OwnMoment")
 WINDOWED_LAYERS = (

@@ -119,6 +119,7 @@ class CaseRun:
         dy = self._tile("output gradient", model.scatter_output(self.data.gradient(samples)))
         other = model.forward(self._tile("other images", model.scatter(self.data.images(97, samples))), training=False)
         self._watch("result of the other backward", other.backward(dy))
+        forward_pass.backward(-dy)
         dx = forward_pass.backward(dy)
         self._watch("result of backward", dx)
         self.arrays["dx"] = model.gather_input(dx)

@@ -301,6 +301,10 @@ class Oracle:
     def OwnCenter(self, x: Tensor, layer: str) -> Tensor:
         return x - x.flatten(2).mean(2)[(..., *(None,) * (x.ndim - 2))]
 
+    def OwnExcitation(self, x: Tensor, layer: str) -> Tensor:
+        factors = torch.tanh(x.flatten(2).mean(2) @ self._parameter(layer, "weights"))
+        return x * factors[(..., *(None,) * (x.ndim - 2))]
+
     def OwnBatchCenter(self, x: Tensor, layer: str) -> Tensor:
         mean = running = self._parameter(layer, "mean")
         if self.training:

@@ -143,6 +143,45 @@ class OwnCenterLayer(nd.Layer):
         return (ctx.reduced / cells).reshape(len(like), *(1,) * (like.ndim - 2), like.shape[-1])
 
 
+class OwnExcitationLayer(nd.Layer):
+    """Factor for each channel: tanh of products of the means over the image with 'weights'.
+
+    The layer saves the array that `reduce_backward` returns, reads `ctx.reduced` there, and modifies it in place.
+    """
+
+    def parameters_for(self, input_shape):
+        return {"weights": nd.Parameter(input_shape[-1:] * 2, nd.Uniform(-1, 1))}
+
+    def reductions_for(self, input_shape):
+        directions = ("forward", "backward")
+        return [nd.Reduction(which, "tiles", result_elements_per_sample=input_shape[-1]) for which in directions]
+
+    def reduce(self, ctx, view):
+        return ctx.kernels.sample_sum(ctx.owned(view)).reshape(len(view), view.shape[-1])
+
+    def forward(self, ctx, view):
+        means = ctx.reduced
+        means /= prod(self.input_shape[:-1])
+        ctx.save(view=view, factor=ctx.xp.tanh(means @ ctx.params["weights"]))
+        return view * self.broadcast(ctx.factor, view)
+
+    def reduce_backward(self, ctx, dy):
+        ctx.save(own=ctx.kernels.sample_sum(dy * ctx.view).reshape(len(dy), dy.shape[-1]) * (1 - ctx.factor**2))
+        ctx.save(means=ctx.reduced / prod(self.input_shape[:-1]))
+        return ctx.own
+
+    def backward(self, ctx, dy):
+        ctx.grads["weights"] = ctx.means.T @ ctx.own
+        ctx.reduced[...] /= prod(self.input_shape[:-1])
+        dx = dy * self.broadcast(ctx.factor, dy)
+        counted = ctx.owned(dx)
+        counted += self.broadcast(ctx.reduced @ ctx.params["weights"].T, dy)
+        return dx
+
+    def broadcast(self, array, like):
+        return array.reshape(len(like), *(1,) * (like.ndim - 2), like.shape[-1])
+
+
 class OwnBatchCenterLayer(nd.Layer):
     """Subtraction of the mean of each channel over the batch, in evaluation of its running mean 'mean'."""
 
@@ -277,6 +316,9 @@ class OwnProjectionLayerDist(nd.Dist, OwnProjectionLayer): ...
 
 
 class OwnCenterLayerDist(nd.Dist, OwnCenterLayer): ...
+
+
+class OwnExcitationLayerDist(nd.Dist, OwnExcitationLayer): ...
 
 
 class OwnBatchCenterLayerDist(nd.Dist, OwnBatchCenterLayer): ...
