@@ -1,4 +1,4 @@
-"""Batches of a map-style data set, tiled over the ranks."""
+"""Batches of a data set, tiled over the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from torch.utils.data import (
 from ...arrays.rng import key
 from ...comm import ProcessGrid
 from ...errors import ConfigError, ShapeError
+from ...geometry.partition import part_range
 from ...terminal.console import counted
 from ..capture.checks import checksum_of
 from ..execution.tiling import mark_with_layout
@@ -33,6 +35,11 @@ from ..ir.layout import Layout, Mesh, local_shape, replicated
 
 EpochAndIndex = tuple[int, int]
 """An epoch, and the index of a sample."""
+_CHECKSUM_NAME = (
+    "the checksum of the samples (do not divide the data set by rank, and draw random numbers in it with torch,"
+    " numpy.random or random, which the loader seeds)"
+)
+T = TypeVar("T")
 
 
 class Loader:
@@ -46,80 +53,38 @@ class Loader:
     grid : ProcessGrid
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batches: BatchSampler,
-        order: torch.Generator,
-        seed: int,
-        grid: ProcessGrid,
-        spatial: int | None,
-        **options: Any,
-    ) -> None:
-        self.grid, self.epoch = grid, 0
-        self._batch_sampler, self._order_generator = batches, order
-        self._seed, self._last_epoch = seed, -1
-        self._preset_sampler = _PresetBatchSampler()
-        collate = options.pop("collate_fn", None) or default_collate
-        seeded_dataset = _SeededDataset(dataset, seed, _extent_if_read_in_boxes(dataset), grid)
-        self._loader: DataLoader[Any] = DataLoader(
-            seeded_dataset,
-            batch_sampler=self._preset_sampler,
-            collate_fn=_TilingCollate(collate, grid, seeded_dataset.extent, spatial),
-            generator=torch.Generator(),  # by default, a DataLoader draws from the global generator
-            **options,
-        )
+    def __init__(self, source: _IndexedSource | _StreamSource, grid: ProcessGrid) -> None:
+        self.grid, self.epoch, self._source = grid, 0, source
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
-        return len(self._batch_sampler)
+        """Return the number of batches of an epoch; TypeError if the data set has no length."""
+        return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch. Collective."""
         epoch = self.epoch
         self.epoch += 1
-        batches = self._draw_batches(epoch)
-        own_slices = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
-        # a rank without samples reads one sample and discards it
-        self._preset_sampler.batches = [
-            [(epoch, index) for index in batch[own_slice] or batch[:1]]
-            for batch, own_slice in zip(batches, own_slices, strict=True)
-        ]
-        batch_parts = iter(self._loader)
-        for number, (batch, own_slice) in enumerate(zip(batches, own_slices, strict=True)):
-            error: Exception | None = None
-            part = None
+        batch_parts = self._source.read_epoch(epoch)
+        for number in count():
+            part, error = None, None
             try:
-                part = next(batch_parts)
+                part = next(batch_parts, None)
             except Exception as problem:
                 error = problem
-            compared_values: dict[str, Any] = {
-                "the epoch": epoch,
-                "the number of batches": len(batches),
-                "the batch": number,
-            }
+            compared_values: dict[str, Any] = {"the epoch": epoch, "the batch": "missing"}
             if part is not None:
                 tensor_shapes = [shape for shape in part.shapes if shape is not None]
-                compared_values |= {"the list of sample shapes (pad to equal sizes in collate_fn)": tensor_shapes}
-            self.grid.check("loader", compared_values | {"the list of samples": batch}, error)
-            if part is not None:
-                yield self._mark_layouts(part, len(batch), own_slice.stop - own_slice.start)
+                compared_values |= {
+                    "the batch": number,
+                    **part.compared_values,
+                    "the list of sample shapes (pad to equal sizes in collate_fn)": tensor_shapes,
+                }
+            self.grid.check("loader", compared_values, error)
+            if part is None:
+                return
+            yield self._mark_layouts(part)
 
-    def _draw_batches(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch, in the order in which a DataLoader would draw them."""
-        batches: list[list[int]] = []
-        if epoch <= self._last_epoch or self._last_epoch < 0:
-            self._order_generator.manual_seed(self._seed)
-            self._last_epoch = -1
-        while self._last_epoch < epoch:
-            if self._last_epoch < 0 or not self._loader.persistent_workers:
-                # base seed of a DataLoader's workers
-                torch.empty((), dtype=torch.int64).random_(generator=self._order_generator)
-            batches = [list(map(int, batch)) for batch in self._batch_sampler]
-            self._last_epoch += 1
-        return batches
-
-    def _mark_layouts(self, part: _BatchPart, num_samples: int, num_own_samples: int) -> Any:
+    def _mark_layouts(self, part: _BatchPart) -> Any:
         """Return the tensors of a part, marked with the layout of the whole batch."""
         tile_comm = self.grid.tile_comm
         if tile_comm.size > 1:
@@ -132,11 +97,12 @@ class Loader:
                     " a generator of your own"
                 )
         mesh = Mesh.from_grid(self.grid.shape, part.spatial_ndim)
-        place = mesh.place(self.grid.rank)
+        place, num_samples = mesh.place(self.grid.rank), part.num_samples
+        first_sample, end = self.grid.sample_range(num_samples)
         leaves, tree = pytree.tree_flatten(part.batch)
         for at, sample_shape in enumerate(part.shapes):
             if sample_shape is not None:
-                leaves[at] = leaves[at][:num_own_samples]
+                leaves[at] = leaves[at][: end - first_sample]
                 tiled_ndim = part.spatial_ndim if part.are_tiled[at] else 0
                 layout = _batch_layout(mesh, (num_samples, *sample_shape), tiled_ndim)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
@@ -162,18 +128,21 @@ def loader(
     spatial: int | None = None,
     **options: Any,
 ) -> Loader:
-    """Return a loader for a map-style data set that yields each rank's tile of each batch.
+    """Return a loader for a data set that yields each rank's tile of each batch.
 
-    All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
-    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled in the same way;
-    other tensors are kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the
-    generators of torch, NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every
-    grid and for any number of workers.
+    All ranks iterate over the same batches. A rank reads the samples of its replica (of an iterable data set, all
+    samples) and keeps its tile of each image (C, *spatial); tensors with the same spatial extents, such as class labels
+    (*spatial), are tiled in the same way; other tensors are kept whole. Pass the tensors directly to the model and to
+    `model.loss`. For each sample the generators of torch, NumPy and Python are seeded with (seed, epoch, index), so
+    augmentations are identical on every grid and for any number of workers. For an iterable data set, they are seeded
+    for each batch or, if there are worker processes, for each worker, as by a DataLoader with
+    `generator=torch.Generator().manual_seed(seed)`: augmentations are identical on every grid.
 
     Parameters
     ----------
-    dataset : map-style data set
-        Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. If it has a method
+    dataset : map-style or iterable data set
+        Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. An iterable data set
+        must yield the same samples on every rank: do not divide them by rank. If a map-style data set has a method
         `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
         instead of whole samples, also through Subset (`random_split`) and ConcatDataset.
     batch_size : int
@@ -208,23 +177,102 @@ def loader(
     for name in ("batch_sampler", "generator"):
         if name in options:
             raise ConfigError(f"loader: {name} is not supported; use sampler, batch_size, drop_last and seed instead")
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
-            f"loader: expected a map-style data set, with __getitem__ and __len__, got {type(dataset).__name__}"
+            "loader: expected a map-style data set, with __getitem__ and __len__, or an IterableDataset, got"
+            f" {type(dataset).__name__}"
         )
     if sampler is not None and shuffle:
         raise ConfigError(
             "loader: sampler and shuffle are mutually exclusive; leave out shuffle, and shuffle in the sampler"
         )
+    grid = ProcessGrid() if grid is None else grid
+    collate = options.pop("collate_fn", None) or default_collate
+    extent = None if is_stream else _extent_if_read_in_boxes(dataset)
+    tiling_collate = _TilingCollate(collate, grid, extent, spatial, slices_batches=is_stream)
+    options |= {"num_workers": num_workers, "collate_fn": tiling_collate}
     order_generator = torch.Generator()
     try:
+        if is_stream:
+            options |= {"shuffle": shuffle, "sampler": sampler, "drop_last": drop_last}
+            BatchSampler((), batch_size, drop_last)  # checks the batch size: a DataLoader accepts None
+            return Loader(_StreamSource(dataset, batch_size, seed, **options), grid)
         if sampler is None:
             sampler = RandomSampler(dataset, generator=order_generator) if shuffle else SequentialSampler(dataset)
         batches = BatchSampler(sampler, batch_size, drop_last)
-        grid = ProcessGrid() if grid is None else grid
-        return Loader(dataset, batches, order_generator, seed, grid, spatial, num_workers=num_workers, **options)
+        seeded_dataset = _SeededDataset(dataset, seed, extent, grid)
+        return Loader(_IndexedSource(seeded_dataset, batches, order_generator, grid, **options), grid)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loader: {error}") from error
+
+
+class _IndexedSource:
+    """This rank's parts of the batches of a map-style data set, of which it reads its own samples."""
+
+    def __init__(
+        self, dataset: _SeededDataset, batches: BatchSampler, order: torch.Generator, grid: ProcessGrid, **options: Any
+    ) -> None:
+        self._batch_sampler, self._order_generator, self._grid = batches, order, grid
+        self._seed, self._last_epoch = dataset.seed, -1
+        self._preset_sampler = _PresetBatchSampler()
+        # by default, a DataLoader draws from the global generator
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._preset_sampler, generator=torch.Generator(), **options
+        )
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def read_epoch(self, epoch: int) -> Iterator[_BatchPart]:
+        """Yield this rank's part of each batch."""
+        batches = self._draw_batches(epoch)
+        self._preset_sampler.batches = [
+            [(epoch, index) for index in _own_samples(batch, self._grid.replicas, self._grid.replica)]
+            for batch in batches
+        ]
+        for batch, part in zip(batches, self._loader, strict=True):
+            values = {"the number of batches": len(batches), "the list of samples": batch}
+            yield part._replace(num_samples=len(batch), compared_values=values)
+
+    def _draw_batches(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch, in the order in which a DataLoader would draw them."""
+        batches: list[list[int]] = []
+        if epoch <= self._last_epoch or self._last_epoch < 0:
+            self._order_generator.manual_seed(self._seed)
+            self._last_epoch = -1
+        while self._last_epoch < epoch:
+            if self._last_epoch < 0 or not self._loader.persistent_workers:
+                # base seed of a DataLoader's workers
+                torch.empty((), dtype=torch.int64).random_(generator=self._order_generator)
+            batches = [list(map(int, batch)) for batch in self._batch_sampler]
+            self._last_epoch += 1
+        return batches
+
+
+class _StreamSource:
+    """This rank's parts of the batches of an iterable data set, of which it reads all samples."""
+
+    def __init__(self, dataset: IterableDataset[Any], batch_size: int, seed: int, **options: Any) -> None:
+        self._seed, self._generator = seed, torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_size, generator=self._generator, **options)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def read_epoch(self, epoch: int) -> Iterator[_BatchPart]:
+        """Yield this rank's part of each batch."""
+        self._generator.manual_seed(self._seed)
+        for _ in range(epoch):  # draw the base seeds of the workers of earlier epochs
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        batch_parts: Iterator[_BatchPart] | None = None
+        for number in count():
+            with _seeded_generators(key(self._seed, "batch", epoch, number)):
+                batch_parts = iter(self._loader) if batch_parts is None else batch_parts
+                part = next(batch_parts, None)
+            if part is None:
+                return
+            yield part
 
 
 class _BatchPart(NamedTuple):
@@ -239,6 +287,10 @@ class _BatchPart(NamedTuple):
         For each leaf, its whole shape without the batch (None if it is not a tensor), and whether it is tiled.
     checksum : int
         Checksum of all tensors before tiling; 0 if only boxes were read.
+    num_samples : int
+        Number of samples of the whole batch.
+    compared_values : dict
+        Values, by description, that must be equal on all ranks.
     """
 
     batch: Any
@@ -246,6 +298,8 @@ class _BatchPart(NamedTuple):
     shapes: list[tuple[int, ...] | None]
     are_tiled: list[bool]
     checksum: int
+    num_samples: int
+    compared_values: dict[str, Any]
 
 
 class _PresetBatchSampler:
@@ -293,11 +347,19 @@ class _TilingCollate:
         grid: ProcessGrid,
         extent: tuple[int, ...] | None,
         spatial: int | None,
+        slices_batches: bool,
     ) -> None:
-        self.collate, self.extent, self.spatial = collate, extent, spatial
-        self.shape, self.rank = grid.shape, grid.rank
+        self.collate, self.extent, self.spatial, self.slices_batches = collate, extent, spatial, slices_batches
+        self.shape, self.rank, self.replica = grid.shape, grid.rank, grid.replica
 
     def __call__(self, samples: list[Any]) -> _BatchPart:
+        num_samples, compared_values = len(samples), dict[str, Any]()
+        if self.slices_batches:
+            compared_values = {
+                "the number of samples": num_samples,
+                _CHECKSUM_NAME: f"{_checksum_of_samples(samples):08x}",
+            }
+            samples = _own_samples(samples, self.shape.replicas, self.replica)
         leaves, tree = pytree.tree_flatten(self.collate(samples))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
@@ -325,7 +387,21 @@ class _TilingCollate:
                         lo, hi = mesh.even_atom(leaf.shape[dim], axis).range(place)
                         leaf = leaf.narrow(dim, lo, hi - lo)
                     leaves[at] = leaf.contiguous()
-        return _BatchPart(pytree.tree_unflatten(leaves, tree), spatial_ndim, shapes, are_images, checksum)
+        batch = pytree.tree_unflatten(leaves, tree)
+        return _BatchPart(batch, spatial_ndim, shapes, are_images, checksum, num_samples, compared_values)
+
+
+def _own_samples(batch: list[T], replicas: int, replica: int) -> list[T]:
+    """Return the samples of a replica; one of another replica, to be discarded, if it has none."""
+    return batch[slice(*part_range(len(batch), replicas, replica))] or batch[:1]
+
+
+def _checksum_of_samples(samples: list[Any]) -> int:
+    checksum = 0
+    for leaf in pytree.tree_leaves(samples):
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            checksum = (checksum * 31 + checksum_of(torch.as_tensor(leaf))) % 2**32
+    return checksum
 
 
 def _extent_if_read_in_boxes(dataset: Any) -> tuple[int, ...] | None:
