@@ -20,6 +20,7 @@ from ..system.memory import format_bytes, require_memory
 from .axes import Axes, BoxLike, Cells, box_to_slices, relative_slices
 from .cache import ChunkCache
 from .conventions import AuxiliaryVariable
+from .packing import Packing
 
 MAX_CHUNK_BYTES = 1 << 30  # limit on bytes decoded at once; chunks usually have a few MiB
 AXIS_METADATA_DEFAULTS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
@@ -69,6 +70,8 @@ class TileSource(ABC):
 
     max_chunk_bytes = MAX_CHUNK_BYTES
     cache: ChunkCache | None = None
+    packing: Packing | None = None
+    """Conversion of stored numbers that the file declares."""
     class_values: Sequence[int] = ()
     """Stored value of each class. If set, `read` returns class numbers, and raises DataError for other values."""
     ignored_value: int | None = None
@@ -112,6 +115,12 @@ class TileSource(ABC):
     def files(self) -> list[str]:
         """The files of the image."""
         return [self.path]
+
+    def convert_integers(self) -> None:
+        """Read integers as floating-point numbers from now on, with NaN for values that the file declares missing."""
+        if self.packing is not None:
+            self.packing.convert_integers()
+            self.dtype = self.packing.dtype
 
     def read(self, box: BoxLike) -> np.ndarray:
         """Return the cells of a box as a new array with channels last; concurrent threads take turns.
@@ -200,6 +209,9 @@ class TileSource(ABC):
     @abstractmethod
     def _read(self, cells: Cells) -> np.ndarray:
         """Return cells in stored order."""
+
+    def _unpack(self, raw: np.ndarray) -> np.ndarray:
+        return raw if self.packing is None else self.packing.decode(raw)
 
     def metadata_names(self) -> list[str]:
         """Return the names of the image's metadata."""

@@ -82,6 +82,7 @@ class _CellWeightVariable:
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
         self._source, self._extent = open_source(name), tuple(extent)
+        self._source.convert_integers()
         stored_extents = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
         expected = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
         if any(expected.get(letter) != n for letter, n in stored_extents.items()):

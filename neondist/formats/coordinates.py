@@ -33,14 +33,17 @@ def text_attribute(attributes: Any, name: str) -> str:
     return attribute_text(attributes.get(name)).strip("\0 ")
 
 
-def unpacked_values(where: str, coord: AuxiliaryVariable) -> np.ndarray:
+def unpacked_values(where: str, coord: AuxiliaryVariable, convert_integers: bool = False) -> np.ndarray:
     """Return the unpacked values of a coordinate; DataError if attributes of its packing cannot be read."""
     assert coord.values is not None
     _require_readable_attributes(where, coord, *sorted(PACKING_ATTRIBUTES))
     attributes = {
         name: text_attribute({name: v}, name) if isinstance(v, bytes) else v for name, v in coord.attributes.items()
     }
-    return Packing(f"{where}:{coord.name}", coord.values.dtype, attributes).decode(coord.values)
+    packing = Packing(f"{where}:{coord.name}", coord.values.dtype, attributes)
+    if convert_integers:
+        packing.convert_integers()
+    return packing.decode(coord.values)
 
 
 def calendar_of(coord: AuxiliaryVariable) -> str:
@@ -63,9 +66,9 @@ def times_in_seconds(where: str, coord: AuxiliaryVariable) -> np.ndarray:
             f"{where}: its coordinate {coord.name} has {f'units {units!r}' if units else 'no units'}; give it units"
             " such as 'hours since 2000-01-01 00:00:00'"
         )
-    values = np.asarray(unpacked_values(where, coord), np.float64)
-    if coord.values is not None and coord.values.dtype.kind in "iu":
-        values[_missing_mask(coord)] = np.nan
+    values = np.asarray(unpacked_values(where, coord, convert_integers=True), np.float64)
+    if coord.values is not None and coord.values.dtype == np.int64:
+        values[coord.values == np.iinfo(np.int64).min] = np.nan  # NumPy's NaT
     return seconds_of_cf_times(f"{where}:{coord.name}", values, units, calendar_of(coord))
 
 
@@ -75,14 +78,6 @@ def _require_readable_attributes(where: str, coord: AuxiliaryVariable, *names: s
         raise DataError(
             f"{where}: its coordinate {coord.name} has {unreadable_attribute_message(unread[0], coord.name)}"
         )
-
-
-def _missing_mask(coord: AuxiliaryVariable) -> np.ndarray:
-    """Return a mask of the missing values of an integer coordinate, including NumPy's NaT (the least int64)."""
-    assert coord.values is not None
-    markers = [np.ravel(coord.attributes[name]) for name in ("_FillValue", "missing_value") if name in coord.attributes]
-    markers += [np.array([np.iinfo(np.int64).min])] if coord.values.dtype == np.int64 else []
-    return np.isin(coord.values, np.concatenate(markers)) if markers else np.zeros(coord.values.shape, bool)
 
 
 def latitudes_of(source: TileSource, variables: Sequence[AuxiliaryVariable]) -> np.ndarray | None:

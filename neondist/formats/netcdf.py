@@ -83,7 +83,7 @@ class NetCDFSource(HDF5Source):
             raise DataError(f"{where}: is a dimension without coordinates; specify a variable")
         if not is_numeric(array):
             raise DataError(f"{where}: holds text, records or lists, not numbers; specify a variable of numbers")
-        self._packing = Packing(where, array.dtype, _all_attributes(array), has_default_fill=True)
+        self.packing = Packing(where, array.dtype, _all_attributes(array), has_default_fill=True)
         dimensions = self._dimensions(array)
         names = tuple(name for name, _ in dimensions)
         axes = self._axes_option
@@ -98,7 +98,7 @@ class NetCDFSource(HDF5Source):
             axes = conventions.infer_axes(
                 where, VariableMetadata(names, _all_attributes(array), coordinates), array.shape
             )
-        return axes, self._packing.dtype, {"dimensions": list(names)}
+        return axes, self.packing.dtype, {"dimensions": list(names)}
 
     def _shape_as_read(self, array: Any) -> tuple[int, ...]:
         """Return the extents of the dimensions; a variable may be shorter than an unlimited dimension."""
@@ -121,12 +121,12 @@ class NetCDFSource(HDF5Source):
             slice(min(cut.start, n), min(cut.stop, n)) for cut, n in zip(cells, self._array.shape, strict=True)
         )
         if stored_cells == cells:
-            return self._packing.decode(super()._read(cells))
+            return self._unpack(super()._read(cells))
         shape = [cut.stop - cut.start for cut in cells]
         raw = np.full(shape, self._array.fillvalue, self._array.dtype)
         if all(cut.start < cut.stop for cut in stored_cells):
             raw[tuple(slice(0, cut.stop - cut.start) for cut in stored_cells)] = super()._read(stored_cells)
-        return self._packing.decode(raw)
+        return self._unpack(raw)
 
     def _variable_metadata(self, name: str, array: Any) -> VariableMetadata:
         if _lacks_coordinates(array):

@@ -24,7 +24,8 @@ class Packing:
     """Conversion of the stored numbers of a variable to values.
 
     Packed numbers become floats of the dtype to which NumPy promotes them with `scale_factor` and `add_offset`; missing
-    values become NaN. Integers with neither of these attributes are not converted, and their missing values are kept.
+    values become NaN. Integers with neither of these attributes are not converted, and their missing values are kept,
+    until `convert_integers` is called.
 
     Parameters
     ----------
@@ -63,8 +64,15 @@ class Packing:
             self.dtype = np.result_type(np.float32, self.dtype, *float_dtypes)
         elif float_dtypes and stored_dtype.kind == "f":
             self.dtype = np.result_type(self.dtype, *float_dtypes)
+        self._has_default_fill, self._is_packed = has_default_fill, bool(float_dtypes)
         if self.dtype.kind == "f":
-            self._set_missing_values(has_default_fill, bool(float_dtypes))
+            self._set_missing_values()
+
+    def convert_integers(self) -> None:
+        """Convert integers with neither scale nor offset, too, so that their missing values become NaN."""
+        if self.dtype.kind != "f":
+            self.dtype = np.result_type(np.float32, self.dtype)
+            self._set_missing_values()
 
     def decode(self, raw: np.ndarray) -> np.ndarray:
         """Return the values of stored numbers."""
@@ -95,13 +103,18 @@ class Packing:
             raise self._invalid_attribute("_Unsigned", "is 'false', but the stored integers are unsigned", "c,true")
         return np.dtype(stored_dtype.str.replace("i", "u")) if unsigned_flag == "true" else stored_dtype
 
-    def _set_missing_values(self, has_default_fill: bool, is_packed: bool) -> None:
+    def _set_missing_values(self) -> None:
         fill_values = self._representable(self._numeric_attribute("_FillValue"))
         default = _DEFAULT_FILL_VALUES.get(self._stored_dtype.str[1:])
-        if has_default_fill and not fill_values and default is not None and self._stored_dtype == self._signed_dtype:
+        if (
+            self._has_default_fill
+            and not fill_values
+            and default is not None
+            and self._stored_dtype == self._signed_dtype
+        ):
             fill_values = self._representable(np.array(default))
         fill_values += self._representable(self._numeric_attribute("missing_value"))
-        self._missing_values = np.array(fill_values, self._stored_dtype)
+        self._missing_values = np.array(fill_values, self._stored_dtype.newbyteorder("="))  # np.isin fails for ">u8"
         name = "valid_range" if "valid_range" in self._attributes else "valid_min"
         bounds = {name: self._numeric_attribute(name)}
         if name == "valid_range":
@@ -112,7 +125,7 @@ class Packing:
             bounds["valid_max"] = self._numeric_attribute("valid_max")
             low, high = self._scalar_attribute("valid_min"), self._scalar_attribute("valid_max")
         for bound, values in bounds.items():
-            if is_packed and self._stored_dtype.kind in "iu" and values.size and values.dtype.kind == "f":
+            if self._is_packed and self._stored_dtype.kind in "iu" and values.size and values.dtype.kind == "f":
                 problem = "is not an integer, so it could refer to packed integers or to unpacked values"
                 raise self._invalid_attribute(bound, problem, "s,PACKED")
         self._valid_min, self._valid_max = self._stored_bound(low), self._stored_bound(high)

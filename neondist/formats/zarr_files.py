@@ -66,22 +66,22 @@ class ZarrSource(TileSource):
             require_no_pickle(name, array)
             store.limit_chunk_sizes_to(array)
             metadata = dict[str, Any]()
-            self._packing, self._array_path = None, path / name_in_file.strip("/") / level_path
+            self._array_path = path / name_in_file.strip("/") / level_path
             if image.names:
                 axes = axes or infer_axes(name, image.to_variable_metadata(), array.shape)
             elif dims := dimension_names(array):
-                self._packing = Packing(name, array.dtype, decoded_attributes(array))
+                self.packing = Packing(name, array.dtype, decoded_attributes(array))
                 metadata = {"dimensions": list(dims)}
                 axes = axes or infer_axes(name, variable_metadata(self._array_path, array), array.shape)
             self._array = array
-            if self._packing is None:
+            if self.packing is None:
                 image.other_metadata |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
                 metadata = image.array_metadata(axes or guess_axes(array.shape, name))
             super().__init__(
                 name,
                 axes or guess_axes(array.shape, name),
                 array.shape,
-                array.dtype if self._packing is None else self._packing.dtype,
+                array.dtype if self.packing is None else self.packing.dtype,
                 array.chunks,
                 len(paths),
                 metadata,
@@ -89,13 +89,12 @@ class ZarrSource(TileSource):
             )
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raw = np.asarray(self._array[cells])
-        return raw if self._packing is None else self._packing.decode(raw)
+        return self._unpack(np.asarray(self._array[cells]))
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
         with convert_read_errors(self.path):
-            return auxiliary_variables(self._array_path, self._array) if self._packing is not None else ([], [])
+            return auxiliary_variables(self._array_path, self._array) if self.packing is not None else ([], [])
 
     def array_attributes(self) -> dict[str, Any]:
         """Return the attributes of the array."""
@@ -103,7 +102,7 @@ class ZarrSource(TileSource):
 
     def metadata_names(self) -> list[str]:
         """Return the names of the array's metadata."""
-        if self._packing is None:
+        if self.packing is None:
             return super().metadata_names()
         own_names = [name for name, value in decoded_attributes(self._array).items() if not isinstance(value, str)]
         unique_names = dict.fromkeys(list_metadata_names(*self.auxiliary_variables()))

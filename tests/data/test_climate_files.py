@@ -136,16 +136,21 @@ def test_channel_names(tmp_path):
     assert [channel.units for channel in data.fields.channels] == ["K", "m2 s-2"]
 
 
-def test_missing_cells_are_filled(tmp_path):
+@pytest.mark.parametrize("encoding", [{}, {"dtype": "int16", "_FillValue": -99}])
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_missing_cells_are_filled(tmp_path, suffix, encoding):
+    if suffix == ".zarr":
+        pytest.importorskip("zarr", reason="Zarr needs zarr")
     data = make_weather(0, 12)
     data.t2m[3, 2, 1] = np.nan
-    write_dataset(data, tmp_path / "a.nc")
+    data.t2m.encoding = encoding
+    write_dataset(data, tmp_path / f"a{suffix}")
     arguments = {"variables": ["t2m"], "validation": 2, "normalise": "none"}
-    filled = nd.ClimateFiles(str(tmp_path / "a.nc"), fill=250.0, **arguments)
+    filled = nd.ClimateFiles(str(tmp_path / f"a{suffix}"), fill=250.0, **arguments)
     filled.open(nd.ProcessGrid.serial())
     assert filled.train.images([3])[0, 2, 1, 0] == 250
-    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has missing values \(NaN\); replace"):
-        nd.ClimateFiles(str(tmp_path / "a.nc"), **arguments).open(nd.ProcessGrid.serial())
+    with pytest.raises(nd.DataError, match=rf"a\{suffix}:t2m: has missing values \(NaN\); replace"):
+        nd.ClimateFiles(str(tmp_path / f"a{suffix}"), **arguments).open(nd.ProcessGrid.serial())
 
 
 def disorder_times(data):

@@ -195,6 +195,7 @@ class FieldSeries:
             if len(self._sources) >= _MAX_OPEN_VARIABLES:
                 self._sources.popitem(last=False)[1].close()
             source = open_source(f"{self.file_names[file_index]}:{variable}")
+            source.convert_integers()
             source.cache = self._cache
             self._sources[key] = source
         self._sources.move_to_end(key)
