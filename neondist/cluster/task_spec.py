@@ -28,10 +28,11 @@ _BATCH_VARIABLES = "JOB_ID", "JENKINS_URL"
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+    ("PMI_RANK", "PMI_SIZE", "SLURM_RESTART_COUNT"),  # before Slurm, whose tasks may be MPICH's daemons of nodes
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"),
     ("JOB_COMPLETION_INDEX", "NEONDIST_WORKERS", ""),
 )
-"""Variables of torchrun, Open MPI, Slurm and indexed jobs: rank, number of ranks, number of restarts."""
+"""Variables of torchrun, Open MPI, MPICH and Intel MPI, Slurm, and indexed jobs: rank, ranks, number of restarts."""
 
 
 class TaskSpecDef:
@@ -218,7 +219,7 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
     """Return the task described by environment variables; a single process is the master.
 
     The sources are, in this order, TF_CONFIG; JOB_NAME, TASK_INDEX, PS_HOSTS, WORKER_HOSTS and MASTER_HOST; torchrun,
-    Open MPI, Slurm, and indexed jobs of Kubernetes (JOB_COMPLETION_INDEX and NEONDIST_WORKERS).
+    Open MPI, MPICH or Intel MPI, Slurm, and indexed jobs of Kubernetes (JOB_COMPLETION_INDEX and NEONDIST_WORKERS).
 
     Parameters
     ----------
