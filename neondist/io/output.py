@@ -40,6 +40,7 @@ RUN_FILES = (
     "stimuli_*.png",
     "metrics.jsonl",
     EVALUATIONS,
+    "evaluation/metrics.jsonl",
     f"{TASKS}*",
     CHECKPOINT,
     "checkpoint-*.h5",

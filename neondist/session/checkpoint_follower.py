@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..io.checkpoint import list_step_checkpoints, open_checkpoint
 from ..io.checkpoint.read import CheckpointReader
 from ..io.files import make_folder
-from ..io.output import CHECKPOINT, COMPLETE
+from ..io.output import CHECKPOINT, CHECKPOINT_PATTERNS, COMPLETE, lock_folder
 from ..terminal.console import emit, say
 from ..train import EpochRecord, FitExperiment, Hook, TrainState
 from ..train.callbacks.checkpoint import RunProgress, read_run_progress
@@ -114,6 +114,8 @@ class CheckpointFollower:
             with open_checkpoint(checkpoint.path, self.world) as file:
                 is_intact, progress = True, read_run_progress(file)
                 if progress.step <= self.last_step:
+                    if self.world.rank == 0:
+                        self._report_restarted_run(progress.step)
                     return False
                 action(file, progress)
         except DataError as error:
@@ -138,7 +140,20 @@ class CheckpointFollower:
         for step in sorted(file_by_step):
             if step > self.last_step and (checkpoint := self._create_unevaluated(file_by_step[step])) is not None:
                 return checkpoint
-        return None if file_by_step else self._create_unevaluated(path)
+        if file_by_step:
+            self._report_restarted_run(max(file_by_step))
+            return None
+        return self._create_unevaluated(path)
+
+    def _report_restarted_run(self, newest_step: int) -> None:
+        """Report once that the run was started anew, if its newest checkpoint precedes the last evaluated one."""
+        if newest_step < self.last_step and self.folder not in self._reported_paths:
+            say(
+                f"{self.folder}: the newest checkpoint is of step {newest_step}, but evaluations continue after step"
+                f" {self.last_step}; if the run was started anew, remove their {METRICS_FILE} and evaluate again",
+                sys.stderr,
+            )
+            self._reported_paths.add(self.folder)
 
     def _create_unevaluated(self, path: Path) -> UnevaluatedCheckpoint | None:
         try:
@@ -162,7 +177,7 @@ class EvaluationRecorder:
     run : TrainState
         Its history receives one record per checkpoint.
     folder : path
-        Folder of metrics.jsonl, whose existing records are kept.
+        Folder of metrics.jsonl, whose existing records are kept, and of no other files of a run. Lock it.
     """
 
     def __init__(self, run: TrainState, folder: Path, hooks: Iterable[Hook] = ()) -> None:
@@ -176,6 +191,10 @@ class EvaluationRecorder:
         with all_or_none(world):
             if world.rank == 0:
                 make_folder(folder)
+                if any(path for name in CHECKPOINT_PATTERNS for path in folder.glob(name)):
+                    raise ConfigError(
+                        f"--output {folder}: evaluations would extend {METRICS_FILE} of a run; give another folder"
+                    )
                 existing_records = read_epoch_records(folder / METRICS_FILE, tolerate_incomplete_end=True)
         run.history = world.bcast(existing_records)
 
@@ -246,7 +265,10 @@ def follow_checkpoints(
     """
     folder = Path(folder)
     output_folder = folder / EVALUATION_FOLDER if output is None else Path(output)
-    with open_model_and_dataset(experiment, grid) as (model, dataset):
+    with (
+        open_model_and_dataset(experiment, grid) as (model, dataset),
+        lock_folder(model.grid.world, output_folder, "auto"),
+    ):
         world = model.grid.world
         state = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
         recorder = EvaluationRecorder(state, output_folder, experiment.loggers)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, NotReadyError
 from ..io.checkpoint.read import CheckpointReader
+from ..io.output import lock_folder
 from ..terminal.console import emit
 from ..train import Hook
 from ..train.callbacks.checkpoint import RunProgress
@@ -37,8 +38,8 @@ class EvaluatorRole:
     def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook]) -> None:
         if folder is None:
             raise ConfigError("checkpoint_dir: missing; give an evaluator the folder of the job's checkpoints")
-        self.state, self.hooks = state, list(hooks)
-        self.evaluation = EvaluationRecorder(state, folder / EVALUATION_FOLDER, self.hooks)
+        self.state, self.hooks, self.folder = state, list(hooks), folder / EVALUATION_FOLDER
+        self.evaluation = EvaluationRecorder(state, self.folder, self.hooks)
         limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
         self.follower = CheckpointFollower(folder, state.grid.world, self.evaluation.last_step, POLL_INTERVAL, limit)
         #: position of the checkpoint that is loaded, but not yet evaluated
@@ -48,6 +49,7 @@ class EvaluatorRole:
     def enter(self) -> None:
         """Call the hooks. Collective."""
         with ExitStack() as stack:
+            stack.enter_context(lock_folder(self.state.grid.world, self.folder, "auto"))
             stack.enter_context(open_hooks(self.hooks))
             self.evaluation.call_before_run_hooks()
             self._stack = stack.pop_all()

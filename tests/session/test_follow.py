@@ -197,6 +197,43 @@ def test_evaluator_role(tmp_path, capsys):
     }  # fmt: skip
 
 
+def follow(run, output=None):
+    records = nd.session.follow_checkpoints(make_experiment(), run, nd.ProcessGrid.serial(), output)
+    return [record["step"] for record in records]
+
+
+def test_output_folder_in_use(tmp_path, monkeypatch):
+    """Two evaluations would both append to metrics.jsonl, and each rewrites it at its start."""
+    train(tmp_path)
+    monkeypatch.setattr("neondist.io.lock.LOCK_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr("neondist.io.lock._describe_lock_holder", lambda path: "another evaluation")
+    evaluator = nd.DistributedSession(nd.TaskSpecDef("evaluator"), create_session(tmp_path)[1], tmp_path)
+    with evaluator, pytest.raises(nd.OutputError, match="evaluation: in use by another run"):
+        follow(tmp_path)
+    assert follow(tmp_path) == [0, 2, 4, 6]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"epoch": 1, "step": 3}\n')
+    with pytest.raises(nd.ConfigError, match=r"evaluations would extend metrics\.jsonl of a run"):
+        follow(tmp_path, tmp_path)
+    assert metrics.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_run_started_anew(tmp_path, capsys, named):
+    """Report it, unless --overwrite has removed the evaluations of the earlier run."""
+    make_experiment(checkpoint={"keep": 5}).run(output=tmp_path)
+    assert follow(tmp_path) == [0, 3, 6]
+    capsys.readouterr()
+    for path in [*tmp_path.glob("checkpoint-*[36].h5"), tmp_path / "checkpoint.h5"]:
+        path.unlink()
+    first = tmp_path / "checkpoint-00000000.h5"
+    first.rename(first if named else tmp_path / "checkpoint.h5")
+    assert follow(tmp_path) == []
+    assert "newest checkpoint is of step 0, but evaluations continue after step 6" in capsys.readouterr().err
+    make_experiment(checkpoint={"keep": 5}).run(output=tmp_path, overwrite=True)
+    assert follow(tmp_path) == [0, 3, 6]
+
+
 FILE = """
 !FitExperiment
 dataset: !Synthetic {shape: [4, 4, 1], train: 12, test: 3}
