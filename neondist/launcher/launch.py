@@ -23,7 +23,7 @@ from ..version import find_module_spec
 from . import pinning
 from .cleanup import create_temporary_job_folders
 from .members import report_early_stop
-from .monitor import LEASE_SECONDS, LOOPBACK_ADDRESS, Monitor
+from .monitor import LEASE_SECONDS, LOOPBACK_ADDRESS, STALL_TIMEOUT, Monitor
 from .mpirun import INSTALL_REMEDY, Mpirun, find_mpirun
 from .placement import list_own_addresses, open_job_placement
 from .supervision import JobEnding, supervise_command
@@ -65,8 +65,8 @@ def launch(
         if arguments.begun is not None:
             env[JOB_START_TIME_VARIABLE] = str(arguments.begun)
         addresses = supervisor_addresses(os.environ) if placement is None else placement.supervisor_addresses()
-        lease = arguments.lease or LEASE_SECONDS
-        with create_temporary_job_folders(mpirun, env) as job, Monitor(ranks, addresses, lease) as monitor:
+        timeouts = arguments.lease or LEASE_SECONDS, getattr(arguments, "stall_timeout", None) or STALL_TIMEOUT
+        with create_temporary_job_folders(mpirun, env) as job, Monitor(ranks, addresses, *timeouts) as monitor:
             env |= {**job.environment, **monitor.environment}
             names = [name for name in _FORWARDED_VARIABLES if name in env]
             if placement is None:

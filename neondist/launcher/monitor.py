@@ -23,6 +23,8 @@ from ..system.heartbeat import (
 
 LEASE_SECONDS = 15.0
 """seconds without a heartbeat after which a rank is lost"""
+STALL_TIMEOUT = 600.0
+"""seconds without progress, or from the start of the job to the first heartbeat, after which a rank has stalled"""
 UNREPORTED_EXIT_TEXT = "exited without reporting an error: it was killed, crashed, or called os._exit"
 LOOPBACK_ADDRESS = "127.0.0.1"
 _SELECT_TIMEOUT = 0.5
@@ -71,6 +73,8 @@ class Monitor:
         Addresses of this machine to listen on.
     lease : float
         Seconds without a heartbeat after which a rank is lost.
+    start_timeout : float
+        Seconds from the start of the job after which a rank without a connection is lost.
 
     Attributes
     ----------
@@ -89,9 +93,13 @@ class Monitor:
     """
 
     def __init__(
-        self, ranks: int, addresses: Sequence[str] = (LOOPBACK_ADDRESS,), lease: float = LEASE_SECONDS
+        self,
+        ranks: int,
+        addresses: Sequence[str] = (LOOPBACK_ADDRESS,),
+        lease: float = LEASE_SECONDS,
+        start_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        self.ranks, self.lease = ranks, lease
+        self.ranks, self.lease, self.start_timeout = ranks, lease, start_timeout
         self.rank_states: dict[int, RankState] = {}
         self.lost_rank, self.failure_message = -1, ""
         self.silent_ranks: tuple[int, ...] = ()
@@ -141,7 +149,7 @@ class Monitor:
         return f"rank {rank} of {self.ranks}" + (f" on {rank_state.node}" if rank_state else "")
 
     def _serve(self) -> None:
-        last_check = time.monotonic()
+        last_check, seconds = time.monotonic(), 0.0
         with selectors.DefaultSelector() as selector:
             for listener in (self._wake_receiver, *self._listeners):
                 selector.register(listener, selectors.EVENT_READ, listener)
@@ -155,11 +163,15 @@ class Monitor:
                     else:
                         self._accept(key.data, selector)
                 now = time.monotonic()
+                elapsed = min(now - last_check, 2 * _SELECT_TIMEOUT)  # exclude time when this process was stopped
+                last_check, seconds = now, seconds + elapsed
                 for connection in self._connections:
-                    # exclude time when this process was stopped
-                    connection.idle_seconds += min(now - last_check, 2 * _SELECT_TIMEOUT)
-                last_check = now
+                    connection.idle_seconds += elapsed
                 self._remove_dead_connections(selector)
+                absent_ranks = [rank for rank in range(self.ranks) if rank not in self.rank_states]
+                if absent_ranks and seconds > self.start_timeout and not self.failure_message and not self.exit_code:
+                    self.lost_rank = absent_ranks[0]
+                    self._record_silent_ranks(absent_ranks, self.start_timeout)
         for listener in (self._wake_receiver, *self._listeners, *(one.socket for one in self._connections)):
             listener.close()
 
@@ -204,20 +216,19 @@ class Monitor:
                 self.lost_rank = rank_state.rank
                 self.failure_message = f"{self.describe_rank(rank_state.rank)} {UNREPORTED_EXIT_TEXT}"
                 if not connection.closed:
-                    self._record_silent_ranks([connection, *filter(self._is_quiet, self._connections)])
+                    silent = [connection, *filter(self._is_quiet, self._connections)]
+                    self._record_silent_ranks([one.rank_state.rank for one in silent if one.rank_state], self.lease)
         if self.job_end_time is None and (any_failed or not self.ranks_without_exit_code()):
             self.job_end_time = time.monotonic()
 
-    def _record_silent_ranks(self, connections: Sequence[_Connection]) -> None:
+    def _record_silent_ranks(self, ranks: Sequence[int], seconds: float) -> None:
         """Record all ranks lost at about the same time."""
-        self.silent_ranks = tuple(sorted(one.rank_state.rank for one in connections if one.rank_state is not None))
+        self.silent_ranks = tuple(sorted(ranks))
         names = [self.describe_rank(rank) for rank in self.silent_ranks[:_MAX_RANKS_IN_MESSAGE]]
         num_unnamed = len(self.silent_ranks) - _MAX_RANKS_IN_MESSAGE
         names += [f"{num_unnamed} more"] if num_unnamed > 0 else []
         noun = "node" if len(names) == 1 else "nodes"
-        self.failure_message = (
-            f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
-        )
+        self.failure_message = f"no heartbeat from {', '.join(names)} for {seconds:g} s: stopped, or {noun} unreachable"
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, even if its lease has not expired."""

@@ -27,11 +27,11 @@ from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
 from .launch import launch, reject_too_many_ranks, report_failure, require_mpirun, warn_of_too_many_threads
+from .monitor import STALL_TIMEOUT
 from .parent_watch import end_with_parent
 from .report import print_error
 
 Prepared = TypeVar("Prepared")
-STALL_TIMEOUT = 600.0
 VIRTUAL_RANK_TIMEOUT = 24 * 3600.0
 """seconds for which a virtual rank waits for a message from another rank, which may be waiting for a core"""
 _ANNOUNCE_AFTER_SECONDS = 1.5

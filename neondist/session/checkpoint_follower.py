@@ -146,11 +146,11 @@ class CheckpointFollower:
         return self._create_unevaluated(path)
 
     def _report_restarted_run(self, newest_step: int) -> None:
-        """Report once that the run was started anew, if its newest checkpoint precedes the last evaluated one."""
+        """Report once that the run was started over, if its newest checkpoint precedes the last evaluated one."""
         if newest_step < self.last_step and self.folder not in self._reported_paths:
             say(
                 f"{self.folder}: the newest checkpoint is of step {newest_step}, but evaluations continue after step"
-                f" {self.last_step}; if the run was started anew, remove their {METRICS_FILE} and evaluate again",
+                f" {self.last_step}; if the run was started over, remove their {METRICS_FILE} and evaluate again",
                 sys.stderr,
             )
             self._reported_paths.add(self.folder)

@@ -114,6 +114,15 @@ def test_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
         assert process.returncode == -signal.SIGKILL
 
 
+def test_rank_that_never_connects_is_lost(monkeypatch):
+    """It was stopped, or waits for a file system, before its first heartbeat."""
+    monkeypatch.setattr(monitor_module, "_SELECT_TIMEOUT", 0.02)
+    with Monitor(3, start_timeout=0.5) as monitor, greet(monitor, b"1 1 node1\n"):
+        wait_until(lambda: monitor.failure_message)
+        assert (monitor.lost_rank, monitor.silent_ranks) == (0, (0, 2))
+        assert monitor.failure_message.startswith("no heartbeat from rank 0 of 3, rank 2 of 3 for 0.5 s: stopped, or")
+
+
 def test_ranks_silent_at_about_the_same_time_are_lost_together(monkeypatch):
     monkeypatch.setattr(monitor_module, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(monitor_module, "_SELECT_TIMEOUT", 0.02)

@@ -219,7 +219,7 @@ def test_output_folder_in_use(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_run_started_anew(tmp_path, capsys, named):
+def test_run_started_over(tmp_path, capsys, named):
     """Report it, unless --overwrite has removed the evaluations of the earlier run."""
     make_experiment(checkpoint={"keep": 5}).run(output=tmp_path)
     assert follow(tmp_path) == [0, 3, 6]
