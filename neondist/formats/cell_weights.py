@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, ShapeError
 from ..geometry import Box
+from .coordinates import coordinate_along_axis, require_equal_coordinates, unpacked_values
 from .fields import FieldMetadata
 from .table import open_source
 
@@ -30,7 +31,7 @@ def check_cell_weights(weights: str, extent: Sequence[int], fields: FieldMetadat
     if weights == COSINE:
         _require_latitude(extent, fields)
     else:
-        _CellWeightVariable(weights, extent).close()
+        _CellWeightVariable(weights, extent, fields).close()
 
 
 def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMetadata | None) -> np.ndarray:
@@ -47,7 +48,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: FieldMet
         cosine = np.maximum(cosine, 0.0)  # rounding may give negative cosines at the poles
         cosine_map = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
         return np.ascontiguousarray((cosine_map[box.slices] / cosine.mean())[..., None])
-    variable = _CellWeightVariable(weights, extent)
+    variable = _CellWeightVariable(weights, extent, fields)
     try:
         return (variable.read(box) / variable.mean())[..., None]
     finally:
@@ -80,16 +81,31 @@ def _require_latitude(extent: Sequence[int], fields: FieldMetadata | None) -> np
 class _CellWeightVariable:
     """Weights from a variable in a file, broadcast along spatial axes that it lacks or that have extent 1."""
 
-    def __init__(self, name: str, extent: Sequence[int]) -> None:
+    def __init__(self, name: str, extent: Sequence[int], fields: FieldMetadata | None) -> None:
         self._source, self._extent = open_source(name), tuple(extent)
         self._source.convert_integers()
         stored_extents = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
         expected = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
-        if any(expected.get(letter) != n for letter, n in stored_extents.items()):
-            self._source.close()
-            raise DataError(
-                f"{name}: has shape {stored_extents}, expected {expected}; give one weight for each cell of the outputs"
-            )
+        try:
+            if any(expected.get(letter) != n for letter, n in stored_extents.items()):
+                raise DataError(
+                    f"{name}: has shape {stored_extents}, expected {expected}; give one weight for each cell of the"
+                    " outputs"
+                )
+            if fields is not None and self._extent == tuple(fields.extent):
+                self._check_coordinates(fields)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_coordinates(self, fields: FieldMetadata) -> None:
+        """Raise DataError if the weights have other rows or columns than the fields."""
+        variables = self._source.auxiliary_variables()[0]
+        for letter, reference in fields.coordinates.items():
+            coord = coordinate_along_axis(self._source, letter, variables)
+            values = None if coord is None else unpacked_values(self._source.path, coord).astype(np.float64)
+            if values is not None and reference is not None and values.shape == reference.shape:
+                require_equal_coordinates(self._source, letter, values, fields.source, reference)
 
     def read(self, box: Box) -> np.ndarray:
         letters = "ZYX"[3 - box.ndim :]

@@ -13,6 +13,8 @@ from .cf_time import seconds_of_cf_times
 from .conventions import AuxiliaryVariable, attribute_text, unreadable_attribute_message
 from .packing import PACKING_ATTRIBUTES, Packing
 
+_COORDINATE_TOLERANCE = 1e-4  # relative to the grid spacing: files may store coordinates in different precision
+
 
 def dimension_name(source: TileSource, axis_letter: str) -> str:
     """Return the name of the dimension along an axis; '' if the dimension is unnamed."""
@@ -26,6 +28,20 @@ def coordinate_along_axis(
     """Return the coordinate along an axis, or None if the file has none with values."""
     name = dimension_name(source, axis_letter)
     return next((one for one in variables if one.name == name and name and one.values is not None), None)
+
+
+def require_equal_coordinates(
+    source: TileSource, axis_letter: str, values: np.ndarray, other: str, reference: np.ndarray
+) -> None:
+    """Raise DataError unless coordinates along an axis equal those of `other`, up to rounding."""
+    spacing = float(np.abs(np.diff(reference)).min()) if len(reference) > 1 else 1.0
+    if not np.allclose(values, reference, rtol=0, atol=_COORDINATE_TOLERANCE * (spacing or 1.0)):
+        is_reversed = np.allclose(values, reference[::-1])
+        remedy = "regrid one of the files, or sort its rows and columns in the same order"
+        raise DataError(
+            f"{source.path}: its coordinate {dimension_name(source, axis_letter)} differs from that of {other};"
+            f" {'reverse that axis in one of the files' if is_reversed else remedy}"
+        )
 
 
 def text_attribute(attributes: Any, name: str) -> str:

@@ -56,6 +56,8 @@ class FieldMetadata:
         Length of a time step in seconds.
     month_step : MonthStep, optional
         The time step in calendar months, if it is constant.
+    coordinates : mapping
+        Coordinates of the rows, Y, and of the columns, X, where known.
     coordinate_directions : (str, str)
         Order of the coordinates of rows and of columns: 'ascending' or 'descending'; '' if unknown.
     """
@@ -72,6 +74,7 @@ class FieldMetadata:
     lead_steps: int = 0
     time_step_seconds: float = 0.0
     month_step: MonthStep | None = None
+    coordinates: Mapping[str, np.ndarray | None] = field(default_factory=dict)
     coordinate_directions: tuple[str, str] = ("", "")
 
     @property

@@ -127,6 +127,14 @@ MISTAKES = {
     "no such file": (
         lambda d: d, LAYERS, "cost: !MSE {weights: area.nc}", "", r"model.cost: .*area\.nc: no such file",
     ),
+    "weights of reversed rows": (
+        lambda d: d.isel(lat=slice(None, None, -1)), LAYERS, "cost: !MSE {weights: 'FOLDER/mask.nc4:t2m'}", "",
+        r"model.cost.*mask\.nc4:t2m: its coordinate lat differs from that of .*a\.nc:t2m; reverse that axis",
+    ),
+    "weights from -180 degrees": (
+        lambda d: d, LAYERS, "cost: !MSE {}", "metrics: [!RMSE {weights: 'FOLDER/shifted.nc4:t2m'}]",
+        r"metrics.0.*shifted\.nc4:t2m: its coordinate lon differs from that of .*a\.nc:t2m; regrid one",
+    ),
     "mismatched extent": (
         lambda d: d, "layers: [!ConvLayerDist {out_channels: 1, kernel_size: 3}]", "cost: !MSE {}",
         "metrics: [!RMSE {weights: cos(lat)}]", r"run.yaml:5: metrics.0.weights: outputs have \[4, 6\] cells",
@@ -147,8 +155,12 @@ def test_errors_name_the_line_and_the_remedy(tmp_path, name, capsys):
     data = "!Synthetic {shape: [6, 8, 1]}"
     if change is not None:
         write_dataset(change(make_weather(0, 12)), tmp_path / "a.nc")
+        mask = make_weather(0, 1).isel(time=0)
+        mask.to_netcdf(tmp_path / "mask.nc4")
+        mask.assign_coords(lon=mask.lon - 180).to_netcdf(tmp_path / "shifted.nc4")
         data = f"!ClimateFiles {{files: '{tmp_path}/a.nc', variables: [t2m]}}"
     text = f"!FitExperiment\ndataset: {data}\nmodel: !ConvnetDist {{{layers},\n  {cost}}}\n{extra_fields}\n"
+    text = text.replace("FOLDER", str(tmp_path))
     (tmp_path / "run.yaml").write_text(text)
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
     stderr = capsys.readouterr().err

@@ -124,6 +124,7 @@ class ClimateFiles(Dataset):
             lead_steps=self.lead,
             time_step_seconds=series.time_step_seconds,
             month_step=series.month_step,
+            coordinates=series.coordinates,
             coordinate_directions=series.coordinate_directions,
         )
         self._sample_numbers_by_split()

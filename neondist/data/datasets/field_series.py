@@ -17,6 +17,7 @@ from ...formats.coordinates import (
     coordinate_along_axis,
     dimension_name,
     latitudes_of,
+    require_equal_coordinates,
     text_attribute,
     times_in_seconds,
     unpacked_values,
@@ -29,7 +30,6 @@ from .image_lists import match_files
 
 _MAX_OPEN_VARIABLES = 64
 _MAX_STEP_RATIO = 1.5  # longest regular step, relative to the usual one: months have 28 to 31 days
-_COORDINATE_TOLERANCE = 1e-4  # relative to the grid spacing: files may store coordinates in different precision
 
 Levels = Sequence[float] | Mapping[str, Sequence[float]] | None
 
@@ -57,6 +57,8 @@ class FieldSeries:
     extent : (H, W)
     times : array (T,)
         In seconds; `time_step_seconds` is the usual difference, `month_step` a constant difference in calendar months.
+    coordinates : dict of axis letter to array, or None
+        Coordinates of the rows, Y, and of the columns, X.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
@@ -80,7 +82,7 @@ class FieldSeries:
         self.levels, self.fill = levels, fill
         self._cache, self._sources = ChunkCache(cache_bytes), OrderedDict[tuple[int, str], TileSource]()
         self.channels: list[FieldChannel] = []
-        self._coordinates: dict[str, np.ndarray | None] = {}
+        self.coordinates: dict[str, np.ndarray | None] = {}
         self._reference_grid: tuple[str, tuple[str, ...]] | None = None
         self._first_file_and_calendar: tuple[str, str] | None = None
         dtypes, times_by_file = set(), []
@@ -149,7 +151,7 @@ class FieldSeries:
     @property
     def coordinate_directions(self) -> tuple[str, str]:
         """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' if unknown."""
-        values = [self._coordinates.get(axis) for axis in "YX"]
+        values = [self.coordinates.get(axis) for axis in "YX"]
         steps = [0.0 if x is None or x.ndim > 1 or len(x) < 2 else float(x[1] - x[0]) for x in values]
         row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
         return row, column
@@ -157,7 +159,7 @@ class FieldSeries:
     @property
     def has_periodic_columns(self) -> bool:
         """Whether the coordinates of the columns are evenly spaced over 360 degrees, without a repeated column."""
-        x = self._coordinates.get("X")
+        x = self.coordinates.get("X")
         if x is None or x.ndim > 1 or len(x) < 2:
             return False
         step = 360 / len(x)
@@ -298,21 +300,15 @@ class FieldSeries:
             )
         for letter in "YX":
             coord = coordinate_along_axis(source, letter, auxiliaries)
-            values = None if coord is None else np.asarray(unpacked_values(source.path, coord), np.float64)
+            values = None if coord is None else unpacked_values(source.path, coord).astype(np.float64)
             if values is not None and not np.isfinite(values).all():
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_name(source, letter)} has missing values; give each row"
                     " and column a value, or remove the coordinate"
                 )
-            reference = self._coordinates.setdefault(letter, values)
-            if values is None or reference is None:
-                continue
-            spacing = float(np.abs(np.diff(reference)).min()) if len(reference) > 1 else 1.0
-            if not np.allclose(values, reference, rtol=0, atol=_COORDINATE_TOLERANCE * (spacing or 1.0)):
-                raise DataError(
-                    f"{source.path}: its coordinate {dimension_name(source, letter)} differs from that of {first_path};"
-                    f" {_grid_mismatch_remedy(values, reference)}"
-                )
+            reference = self.coordinates.setdefault(letter, values)
+            if values is not None and reference is not None:
+                require_equal_coordinates(source, letter, values, first_path, reference)
 
     def _read_times(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
         """Return the times of a file in seconds; DataError if its variables have different times."""
@@ -361,12 +357,6 @@ class FieldSeries:
             f"{name}: has a gap in time: {where} is {_format_duration(steps[time_index - 1])} after {previous}, but the"
             f" usual step is {_format_duration(usual_step)}; add the missing file, or fill the gap"
         )
-
-
-def _grid_mismatch_remedy(values: np.ndarray, reference: np.ndarray) -> str:
-    if np.allclose(values, reference[::-1]):
-        return "reverse that axis in one of the files"
-    return "regrid one of the files, or sort its rows and columns in the same order"
 
 
 def _format_duration(seconds: float) -> str:
