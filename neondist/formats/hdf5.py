@@ -43,6 +43,7 @@ class HDF5Source(TileSource):
     def __init__(self, path: Path, name_in_file: str, level: int, axes: str | None) -> None:
         self._file, self._file_state = open_hdf5(path, self.wrong_type_message), size_and_mtime(path)
         self._whole_array: CheckedArray | None = None
+        self._axes_option = axes
         try:
             with convert_hdf5_errors(path):
                 self._name = self._resolve_name(name_in_file.strip("/")) or self._choose_default_array(path)
@@ -90,7 +91,14 @@ class HDF5Source(TileSource):
     def _axes_dtype_metadata(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         """Return the axes (None if the file does not name them), the dtype of the values, and metadata for sinks."""
         # HDF5's own dimension labels are not used: libhdf5 crashes on damaged labels
-        axes = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else ""
+        attribute, axes = array.attrs.get_id(_AXES_ATTRIBUTE) if _AXES_ATTRIBUTE in array.attrs else None, ""
+        if attribute is not None and attribute.shape == () and self._axes_option is None:
+            if attribute.dtype.kind == "O":  # libhdf5 crashes on damaged text of variable length
+                raise DataError(
+                    f"{self._file.filename}: the attribute axes of {self._name} is variable-length text, which is not"
+                    " supported; write it with h5py as np.bytes_('YXC'), or give axes"
+                )
+            axes = get_text_attribute(array.attrs, _AXES_ATTRIBUTE) if attribute.dtype.kind == "S" else ""
         axes = axes if axes.isascii() and axes.isupper() and axes.isalpha() else ""
         metadata = {name: None for name in array.attrs if name not in _OWN_ATTRIBUTES}
         return axes if len(axes) == len({*axes}) == array.ndim else None, array.dtype, metadata

@@ -48,7 +48,6 @@ class NetCDFSource(HDF5Source):
         with convert_hdf5_errors(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
-        self._axes_option = axes
         self._dimensions_by_variable: dict[str, list[tuple[str, Any]]] = {}  # cached, since look-ups are slow
         self._scales_by_group: dict[str, tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]] = {}
         super().__init__(path, name_in_file, level, axes)

@@ -365,3 +365,19 @@ def test_axes_of_one_cell(tmp_path, suffix, axes):
         with nd.open_source(path, **({"axes": axes} if suffix in (".npy", ".h5") else {})) as source:
             cells = source.read([(0, n) for n in source.shape])
             np.testing.assert_array_equal(cells.ravel(), array.ravel())
+
+
+@pytest.mark.parametrize("value", [np.bytes_("CYX"), "CYX", ["c", "y"], np.array([b"C", b"Y"]), 3, h5py.Empty("S3")])
+def test_attribute_axes_of_other_programs(tmp_path, value):
+    """Only text of fixed length names the axes; other values must not make a file unreadable."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["v"] = np.zeros((2, 3, 5))
+        file["v"].attrs["axes"] = value
+    if isinstance(value, str):
+        with pytest.raises(nd.DataError, match=r"attribute axes of v is variable-length text.*np\.bytes_\('YXC'\), or"):
+            nd.open_source(tmp_path / "a.h5")
+    else:
+        with nd.open_source(tmp_path / "a.h5") as source:
+            assert source.axes == ("YXC" if isinstance(value, bytes) else "NYXC")
+    with nd.open_source(tmp_path / "a.h5", axes="CYX") as source:
+        assert source.shape == (3, 5, 2)
