@@ -135,19 +135,22 @@ def create_experiment(
             raise DataError(problem)
     train_data = eval_data if training is None else create_samples(definition, training, Mode.TRAINING, skip, verbose)
     assert train_data is not None
-    is_restartable = arguments.restarts is not None or GENERATION_VARIABLE in os.environ
+    is_supervised = arguments.restarts is not None or arguments.hosts_from is not None
+    is_supervised = is_supervised or GENERATION_VARIABLE in os.environ
+    replicas = arguments.num_workers if arguments.elastic is None else None  # None: as many as ranks allow
     (rows, cols), single_replica = arguments.tiles, SERVERS_VARIABLE in os.environ  # other workers are separate jobs
     return FitExperiment(
         record_dataset(train_data, eval_data),
         definition.create_model(arguments.seed, train_data.has_integer_features),
         batch_size=arguments.minibatch_size,
         epochs=arguments.num_epochs,
-        grid={"replicas": 1 if single_replica else arguments.num_workers, "rows": rows, "cols": cols},
+        dist_mode="halodatapar",
+        grid={"replicas": 1 if single_replica else replicas, "rows": rows, "cols": cols},
         metrics=definition.metrics(),
         strategy=arguments.strategy,
         nonfinite=arguments.nonfinite,
         checkpoint={
             "every_steps": arguments.checkpoint_steps or None,
-            "keep": MIN_KEPT_CHECKPOINTS if is_restartable else None,
+            "keep": MIN_KEPT_CHECKPOINTS if is_supervised else None,
         },
     )

@@ -42,16 +42,17 @@ def add_parser(commands: Any) -> None:
     options.add_count_option(cmd, "--num-epochs", "N", "number of epochs", 1)
     cmd.add_argument(
         "--num-workers", type=parse_workers, default=1, metavar="N|MIN:MAX",
-        help="number of replicas (default 1); with servers, MIN:MAX varies with the slots that other jobs leave free",
+        help="number of replicas (default 1); MIN:MAX varies with the hosts or, with servers, with the slots that"
+             " other jobs leave free",
     )  # fmt: skip
     cmd.add_argument(
         "--hosts-from", dest="slots_from", type=options.parse_path, metavar="FILE|SCRIPT",
-        help="with MIN:MAX workers: hosts as HOST:SLOTS lines, reread regularly (default: this machine, as"
+        help="hosts as HOST:SLOTS lines, with MIN:MAX workers reread regularly (default: this machine, as"
              " localhost:CORES)",
     )  # fmt: skip
     cmd.add_argument(
         "--wait", dest="slots_wait", type=parse_duration_seconds, metavar="TIME",
-        help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
+        help="with --hosts-from or servers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
     cmd.add_argument(
         "--num-ps", type=options.nonnegative_int, default=0, metavar="N",
@@ -103,7 +104,8 @@ def add_parser(commands: Any) -> None:
     cmd.add_argument("--overwrite", action="store_true", help="replace an existing run in the folder")
     cmd.add_argument(
         "--restarts", type=options.positive_int, metavar="K",
-        help="with AllreduceStrategy: if a rank is killed, restart from the newest checkpoint, at most K times",
+        help="with AllreduceStrategy: if a rank is killed, restart from the newest checkpoint, at most K times (default"
+             " 10 with MIN:MAX workers, else 0)",
     )  # fmt: skip
     options.add_rank_options(cmd, argparse.SUPPRESS)  # hidden: -n is passed to a worker with several tiles
     cmd.set_defaults(
@@ -174,7 +176,7 @@ def train(arguments: argparse.Namespace) -> int:
         return result.stop.exit_code if result.stop else 0
 
     def run_elsewhere(prepared: tuple[Any, Any]) -> int | None:
-        if arguments.restarts is not None:
+        if arguments.restarts is not None or arguments.source is not None:
             return run_generations(arguments, prepared[1])
         return run_workers(arguments, prepared[1])
 

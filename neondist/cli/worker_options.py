@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostSource
 from ..errors import ConfigError
+from ..launcher.members import DEFAULT_RESTARTS
 from ..launcher.scaling import reject_unreachable_maximum
 from ..launcher.slots import WorkerBounds
 from ..launcher.workers import read_worker_spec
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 def resolve_worker_options(arguments: argparse.Namespace) -> None:
     """Validate the options, and set the ranks, strategy, synchronisation policy and folder of the run."""
     rows, cols = arguments.tiles
-    _resolve_worker_bounds(arguments)
-    ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
+    strategy = arguments.distribution_strategy
+    if not isinstance(arguments.num_workers, int):
+        arguments.bounds = arguments.num_workers
+        arguments.num_workers = arguments.bounds[1]
+    ranks = arguments.num_workers * rows * cols
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
         arguments.sync_policy = _create_server_sync_policy(arguments)
@@ -35,6 +39,12 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
+    if arguments.sync_policy is not None:
+        _resolve_slots(arguments)
+    elif strategy != "Local":
+        _set_generation_options(arguments)
+    elif arguments.slots_from is not None or arguments.slots_wait is not None:
+        raise ConfigError("--hosts-from and --wait apply to several workers; use AllreduceStrategy, or leave them out")
     if arguments.restarts is not None:
         if strategy == "Local" or arguments.sync_policy is not None:
             raise ConfigError(
@@ -47,31 +57,22 @@ def resolve_worker_options(arguments: argparse.Namespace) -> None:
     worker_spec = read_worker_spec(os.environ)
     if worker_spec is not None:
         ranks //= arguments.num_workers
-    starts_services = arguments.sync_policy is not None and worker_spec is None
-    arguments.ranks = ranks if ranks > 1 or starts_services or arguments.restarts is not None else None
+    starts_job = arguments.sync_policy is not None and worker_spec is None
+    starts_job = starts_job or arguments.restarts is not None or arguments.hosts_from is not None
+    arguments.ranks = ranks if (ranks > 1 or starts_job) and arguments.elastic is None else None
     if arguments.checkpoint_dir is not None and (worker_spec is None or worker_spec.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
 
 
-def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
-    """Resolve MIN:MAX workers and the source of their slots; `num_workers` becomes the maximum."""
-    if isinstance(arguments.num_workers, int):
+def _resolve_slots(arguments: argparse.Namespace) -> None:
+    """Resolve the source of the slots of workers with servers."""
+    if arguments.bounds is None:
         for name, value in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
             if value is not None:
                 raise ConfigError(
-                    f"{name} applies to a varying number of workers; give --num-workers MIN:MAX, with"
-                    " ParameterServerStrategy, or start a fixed number as mpirun --hostfile HOSTS neondist train ..."
+                    f"{name} applies to a varying number of workers with servers; give --num-workers MIN:MAX"
                 )
-        return
-    arguments.bounds = min_workers, max_workers = arguments.num_workers
-    arguments.num_workers = max_workers
-    if arguments.distribution_strategy != "ParameterServerStrategy":
-        raise ConfigError(
-            f"--num-workers {min_workers}:{max_workers}: a varying number of workers needs parameter servers; use"
-            " --distribution-strategy ParameterServerStrategy, or give one number (neondist run FILE.yaml --elastic"
-            " varies the ranks of an allreduce)"
-        )
-    if read_worker_spec(os.environ) is None:
+    elif read_worker_spec(os.environ) is None:
         if arguments.slots_from is not None:
             arguments.slots_from = source = HostSource(arguments.slots_from)
             if source.is_resource_file and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
@@ -79,9 +80,18 @@ def _resolve_worker_bounds(arguments: argparse.Namespace) -> None:
                     f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
                     " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
-        reject_unreachable_maximum(
-            WorkerBounds(min_workers, max_workers, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from
-        )
+        (min_workers, max_workers), (rows, cols) = arguments.bounds, arguments.tiles
+        reject_unreachable_maximum(WorkerBounds(min_workers, max_workers, rows * cols), arguments.slots_from)
+
+
+def _set_generation_options(arguments: argparse.Namespace) -> None:
+    """Set the options of `neondist run` for the hosts and the varying number of ranks of an allreduce."""
+    arguments.hosts_from, arguments.wait = arguments.slots_from, arguments.slots_wait
+    arguments.slots_from = arguments.slots_wait = None
+    if arguments.bounds is not None:
+        tiles = arguments.tiles[0] * arguments.tiles[1]
+        arguments.elastic = arguments.bounds[0] * tiles, arguments.bounds[1] * tiles
+        arguments.restarts = arguments.restarts or DEFAULT_RESTARTS
 
 
 def _create_server_sync_policy(arguments: argparse.Namespace) -> SyncPolicy | None:

@@ -216,9 +216,10 @@ class _MultiGenerationRun:
         if self.received_signals:
             say(f"stopped while waiting for hosts: received {self.received_signals[0]}; continue with --resume")
             return STOPPED_EXIT_CODE
+        resume = "" if self.experiment is None else " with --resume"
         say(
-            f"error: gave up after {self.wait_limit:g} s: {describe_rank_shortage(self.roster)}; rerun the command"
-            f"{'' if self.experiment is None else ' with --resume'} once hosts are available, or lower --elastic or -n",
+            f"error: gave up after {self.wait_limit:g} s: {describe_rank_shortage(self.roster)}; reduce the number of"
+            f" ranks, or rerun the command{resume} once hosts are available",
             sys.stderr,
         )
         return 1

@@ -94,7 +94,7 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
     for name, option in _HOST_LIST_OPTIONS.items():
         if getattr(arguments, name) is not None and arguments.source is None:
             raise LaunchError(
-                f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave {option} out"
+                f"{option}: applies to hosts that may change; give --hosts-from as well, or leave {option} out"
             )
     if arguments.source is not None:
         _resolve_ranks(arguments)
@@ -133,9 +133,11 @@ def _resolve_ranks(arguments: argparse.Namespace) -> None:
         arguments.ranks = max(1, slots - spares)
     min_ranks = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < min_ranks and not source.is_script:
-        option = f"--elastic {min_ranks}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {min_ranks}"
-        alternative = "give at most that many, or " if slots else ""
-        raise LaunchError(f"{option}: {source.path} has {counted(slots, 'slot')}; {alternative}list more hosts")
+        alternative = "reduce the number of ranks, or " if slots else ""
+        raise LaunchError(
+            f"--hosts-from {source.path}: has {counted(slots, 'slot')} for at least {counted(min_ranks, 'rank')};"
+            f" {alternative}list more hosts"
+        )
     if spares > slots - min_ranks and not source.is_script:
         raise LaunchError(
             f"--spares {spares}: {source.path} has {counted(slots, 'slot')}, and the ranks need at least {min_ranks};"

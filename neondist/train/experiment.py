@@ -82,7 +82,7 @@ class FitExperiment(Registered):
     dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
         Shorthand for a grid. halopar: one replica, images tiled over all ranks; vecpar: the same, with fully connected
         layers partitioned alternately by outputs and inputs, one reduction per pair; datapar: one replica per rank;
-        halodatapar: tiled replicas, whose number `grid` sets.
+        halodatapar: tiled replicas; `grid` sets their number, or the tiles of each.
     grid : mapping, optional
         replicas (default 1), planes (default 1), rows, cols (default: as square as the number of ranks permits).
     backend, dtype, precision, seed : optional

@@ -25,7 +25,7 @@ def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str,
         "halopar": {"replicas": 1},
         "vecpar": {"replicas": 1},
         "datapar": {"replicas": None, "planes": 1, "rows": 1, "cols": 1},
-        "halodatapar": {},
+        "halodatapar": {"replicas": None},  # as many as the ranks allow
     }
     mode_factors = factors_by_mode[dist_mode] if dist_mode is not None else {}
     for key, value in mode_factors.items():
@@ -35,5 +35,8 @@ def apply_dist_mode(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str,
                 " use halodatapar"
             )
     if dist_mode == "halodatapar" and not grid:
-        raise ConfigError("dist_mode: halodatapar needs a grid with a number of replicas, such as {replicas: 2}")
+        raise ConfigError(
+            "dist_mode: halodatapar needs a grid with a number of replicas or the tiles of each, such as {replicas: 2}"
+            " or {rows: 2, cols: 2}"
+        )
     return {**mode_factors, **grid}

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from model_definition import (
+    ALLREDUCE_OPTIONS,
     DATA_OPTIONS,
     ELASTIC_OPTIONS,
     MODEL_DEFINITION,
@@ -169,11 +170,8 @@ def test_bad_records(project, capsys):
         ([*SERVER_OPTIONS, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
         ([*SERVER_OPTIONS, "--grads-to-wait", "3"], "the job has only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
-        (
-            ["--num-workers", "1:2"],
-            "a varying number of workers needs parameter servers; use --distribution-strategy ParameterServerStrategy,"
-            " or give one number (neondist run FILE.yaml --elastic varies the ranks of an allreduce)",
-        ),
+        (["--num-workers", "1:2"], "Local has one worker and one tile; use AllreduceStrategy"),
+        (["--hosts-from", "slots"], "--hosts-from and --wait apply to several workers; use AllreduceStrategy"),
         (["--restarts", "2"], "--restarts applies to AllreduceStrategy; leave it out"),
         ([*SERVER_OPTIONS, "--use-async", "--restarts", "2"], "killed workers and servers are always"),
         (
@@ -192,11 +190,10 @@ def test_bad_records(project, capsys):
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
         ([*ELASTIC_OPTIONS, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC_OPTIONS, "1:99999"], "this machine has"),
-        ([*SERVER_OPTIONS, "--wait", "1m"], "--wait applies to a varying number of workers"),
-        (
-            ["--num-workers", "2", "--distribution-strategy", "AllreduceStrategy", "--hosts-from", "slots"],
-            "or start a fixed number as mpirun --hostfile HOSTS neondist train ...",
-        ),
+        ([*SERVER_OPTIONS, "--wait", "1m"], "--wait: applies to hosts that may change"),
+        ([*ALLREDUCE_OPTIONS, "3", "--hosts-from", "slots"], "slots: has 2 slots for at least 3 ranks; reduce"),
+        ([*ALLREDUCE_OPTIONS, "2:3", "--tiles", "2x1", "--hosts-from", "slots"], "2 slots for at least 4 ranks"),
+        ([*ALLREDUCE_OPTIONS, "2", "--wait", "1m"], "--wait: applies to hosts that may change; give --hosts-from"),
     ],
 )
 def test_conflicting_options(project, capsys, options, message):

@@ -34,6 +34,7 @@ def feed(records, mode):
 DATA_OPTIONS = "--training-data", "train.csv", "--validation-data", "test.csv"
 SERVER_OPTIONS = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
 ELASTIC_OPTIONS = SERVER_OPTIONS[:-1]
+ALLREDUCE_OPTIONS = "--distribution-strategy", "AllreduceStrategy", "--num-workers"
 
 
 def draw_records(count, seed=0):

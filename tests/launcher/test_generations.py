@@ -163,13 +163,13 @@ def test_stop_while_the_host_script_hangs(folder, capsys, reads_before):
     ("words", "message"),
     [
         (["--hosts-from", "none"], "none: no such file"),
-        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots; give at most that many"),
-        (["--hosts-from", "list", "--elastic", "4:8"], "--elastic 4:8: list has 3 slots;"),
+        (["--hosts-from", "list", "-n", 4], "--hosts-from list: has 3 slots for at least 4 ranks; reduce"),
+        (["--hosts-from", "list", "--elastic", "4:8"], "--hosts-from list: has 3 slots for at least 4 ranks"),
         (["--hosts-from", "list", "--elastic", "2:3", "-n", 4], "-n 4 is not within --elastic 2:3"),
         (["--hosts-from", "list", "--virtual", 2], "--virtual runs all ranks in this process"),
         (["--hosts-from", "wrong"], "wrong:2: 'b c' is not a host"),
-        (["-n", 2, "--cooldown", "5s"], "--cooldown: applies to a varying set of hosts"),
-        (["-n", 2, "--wait", "5s"], "--wait: applies to a varying set of hosts"),
+        (["-n", 2, "--cooldown", "5s"], "--cooldown: applies to hosts that may change"),
+        (["-n", 2, "--wait", "5s"], "--wait: applies to hosts that may change"),
         (["-n", 2, "--snapshot", "auto"], "--snapshot: snapshots are used by restarts; also give --restarts"),
     ],
 )

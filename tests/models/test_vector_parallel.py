@@ -199,6 +199,7 @@ def load_experiment_with_lines(tmp_path, lines):
     ("dist_mode: datapar", 4, (4, 1, 1)),
     ("dist_mode: datapar", 1, (1, 1, 1)),
     ("dist_mode: halodatapar\ngrid: {replicas: 2}", 4, (2, 2, 1)),
+    ("dist_mode: halodatapar\ngrid: {cols: 2}", 4, (2, 1, 2)),
 ])  # fmt: skip
 def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
     experiment = load_experiment_with_lines(tmp_path, lines)
