@@ -97,7 +97,7 @@ def traffic_of(
     bytes_by_key["sum", GRADIENTS, "backward"] = (
         counter.allreduce_bytes(plan.mesh.axes, [plan.values[value] for value in read_ids - part_steps.keys()])
         + counter.allreduce_bytes(plan.mesh.axes & {0}, own_parts)
-        + counter.allreduce_bytes(plan.mesh.axes - {0}, own_parts)  # the sums are gathered
+        + sum(counter.ranks.nbytes(part) for part in own_parts)  # the sums are gathered
     )
     return bytes_by_key
 

@@ -21,7 +21,7 @@ from neondist.torch.lowering.traffic import BackwardSteps  # noqa: E402
 
 
 class MixedNet(nn.Module):
-    """Network with windows, norms, sums, an index map, attention over cells and a vector output."""
+    """Network with windows, norms, sums, maps of indices, attention, layers over columns and a vector output."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class MixedNet(nn.Module):
         self.second = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 2), nn.GroupNorm(2, 4))
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
-        self.last = nn.Linear(4, 3)
+        self.last, self.over_columns = nn.Linear(4, 3), nn.Linear(6, 3)
 
     def forward(self, x):
         y = self.second(self.first(x))
@@ -37,7 +37,7 @@ class MixedNet(nn.Module):
         tokens = tokens + self.attention(tokens, tokens, tokens)[0]
         y = self.frozen(tokens.transpose(1, 2).reshape(y.shape)).flip(2)
         y = y / y.detach().amax((1, 2, 3), keepdim=True).clamp(min=1)
-        return self.last(y.mean((2, 3)))
+        return self.last(y.mean((2, 3))) + self.over_columns(y.mean((1, 2)))
 
 
 SHAPE = (2, 2, 17, 14)
