@@ -14,25 +14,23 @@ import torch.nn.functional as F
 from ...geometry import Atom
 from ..ir.errors import CaptureError
 from ..ir.graph import Value
-from ..ir.layout import axes_of, replicated
+from ..ir.layout import replicated
 from ..ir.registry import CAPTURE_REPLACEMENTS, rule
 from ..lowering.lowering import Lowering, tensor_call
+from .reduce import total
 
 
 def _reduce_losses(lowering: Lowering, losses: Value, weights: Value | None, reduction: int) -> Value:
     """Return the losses unreduced (0), summed and divided by their number or total weight (1), or summed (2)."""
     if reduction == 0:
         return losses
-    total = lowering.allreduce_local_result(lambda a: a.sum(), [losses], axes_of(losses.layout), ())
-    if reduction == 2:
-        return total
-    if weights is None:
-        count = prod(losses.shape)
-        return lowering.local(lambda a: a / count, [total], ())
-    total_weight = lowering.allreduce_local_result(
-        lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype
+    result, *total_weight = (
+        total(lowering, each, range(len(each.shape)), keepdim=False) for each in (losses, weights) if each is not None
     )
-    return lowering.local(lambda a, w: a / w, [total, total_weight], ())
+    if reduction == 1:
+        count = prod(losses.shape)
+        result = lowering.local(lambda a, n=count: a / n, [result, *total_weight], ())
+    return lowering.convert_dtype(result, losses.dtype)
 
 
 @rule("aten.cross_entropy_loss.default", whole=("weight",))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...geometry import Atom, index_of
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import Value
+from ..ir.graph import ACCUMULATION_DTYPES, Value
 from ..ir.layout import Layout, axes_of, shape_of
 from ..ir.once_differentiable import once_differentiable
 from ..ir.registry import rule
@@ -53,24 +53,33 @@ def sum_over_dims(
     )
 
 
+def total(lowering: Lowering, x: Value, dims: Sequence[int], keepdim: bool = True) -> Value:
+    """Return the sum over dimensions, in float32 for 16-bit numbers: a mean may be finite where the sum overflows."""
+    return sum_over_dims(lowering, _sum_dims, [x], dims, keepdim, ACCUMULATION_DTYPES.get(x.dtype))
+
+
 def _sum_dims(a: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    return a.sum(dims, keepdim) if dims else a
+    dtype = ACCUMULATION_DTYPES.get(a.dtype, a.dtype)
+    return a.sum(dims, keepdim, dtype=dtype) if dims else a.to(dtype)
 
 
 @rule("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.nansum.default")
 def sum_or_mean(
     lowering: Lowering, x: Value, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Value:
+) -> Any:
     """Sum over the dimensions, and over the ranks among which these are partitioned."""
-    name = str(lowering.target)
+    name, dims = str(lowering.target), nonnegative_dims(x, dim)
+    if not axes_of_dims(x, dims):
+        return operator_along_dims(lowering, x, dim)
     if "nansum" in name:
         x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
-    dims = nonnegative_dims(x, dim)
     count = prod(x.shape[d] for d in dims) if "mean" in name else 1
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
         x = lowering.convert_dtype(x, lowering.fake_out.dtype)
-    summed = sum_over_dims(lowering, _sum_dims, [x], dims, keepdim)
-    return summed if count == 1 else lowering.local(lambda a: a / count, [summed], summed.layout)
+    result = total(lowering, x, dims, keepdim)
+    if count != 1:
+        result = lowering.local(lambda a: a / count, [result], result.layout)
+    return lowering.convert_dtype(result, x.dtype)
 
 
 @rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
@@ -108,7 +117,7 @@ def mean_and_deviations(
     The squares need no gradient of the mean, since the differences add up to zero, unless some are not finite.
     """
     count = prod(x.shape[d] for d in dims)
-    summed = sum_over_dims(lowering, _sum_dims, [x], dims)
+    summed = total(lowering, x, dims)
     mean = lowering.local(lambda s: s / count, [summed], summed.layout)
     subtracted_mean = mean if has_gradient_of_mean else lowering.detach(mean)
     deviations = lowering.local(torch.sub, [x, lowering.sum_gradient(subtracted_mean, x.axes)], x.layout)
@@ -165,8 +174,8 @@ def _extremum(
         return (equal | (a.isnan() & m.isnan()) if nan_shares_gradient else equal).to(a.dtype)
 
     mask = lowering.without_gradient(lowering.local(is_extremum, [x, aligned_greatest], x.layout))
-    count = sum_over_dims(lowering, _sum_dims, [mask], dims)
-    gradient_share = lowering.local(torch.div, [mask, lowering.sum_gradient(count, x.axes)], x.layout)
+    count = lowering.sum_gradient(total(lowering, mask, dims), x.axes)
+    gradient_share = lowering.local(lambda m, n: (m / n).to(m.dtype), [mask, count], x.layout)
     extremum = _sum_with_derivative(lowering, greatest, x, gradient_share, dims, lambda m: -m if is_minimum else m)
     return lowering.reshape_local(extremum, layout_after_reduction(x, dims, keepdim))
 

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
+from torch_runs import FunctionModule, run_distributed, run_serial  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -206,3 +207,19 @@ def test_gradscaler_skips_on_all_ranks(strategy):
 
     weights = loopback.run(2, body)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def _reduce_to_means(x):
+    mse, ties = nn.functional.mse_loss(x, torch.zeros_like(x)), (x[:, 0] * 0).amax((1, 2))
+    return x.mean((2, 3)), mse, nn.functional.cross_entropy(x, x[:, 0].long(), x.new_ones(2)), ties
+
+
+def test_means_are_finite_where_sums_overflow():
+    """As in one process, whose kernels accumulate 16-bit numbers in float32."""
+    module, x = FunctionModule(_reduce_to_means), torch.ones(2, 2, 260, 300, dtype=torch.float16)
+    gradients = [torch.full((2, 2), 1000.0), torch.tensor(1000.0), torch.tensor(1000.0), torch.full((2,), 1000.0)]
+    expected = run_serial(module.double(), [x.double()], [g.double() for g in gradients])
+    for result in run_distributed(module, [x], [g.half() for g in gradients], (1, 2, 2)):
+        for kind in ("outputs", "inputs"):
+            for y, reference in zip(result[kind], expected[kind], strict=True):
+                torch.testing.assert_close(y.double(), reference, rtol=0.01, atol=1e-6)
