@@ -18,7 +18,7 @@ from ..halo import ExchangePolicy, GlobalArray, SerialArray, as_scheme
 from ..registry import DistributedMixin, Registered, dist_class, serial_class
 from .context import ModelContext, StepContext
 from .functions import Activation
-from .layout import Parameter, Replicate, Shape, Shard, declared_with
+from .layout import Parameter, Replicate, Shape, Shard, check_storable, declared_with
 from .reduction import Reduction
 
 
@@ -71,9 +71,8 @@ class Node(Registered, ABC):
             word = self._class_name_in_snake_case()
             counts[word] = counts.get(word, 0) + 1
             self.name = f"{prefix}{word}{counts[word]}"
-        if "\0" in self.name:
-            with set_error_subject(self):
-                raise ConfigError(f"name: {self.name!r} contains a null character, which files cannot store; remove it")
+        with set_error_subject(self):
+            check_storable("name", self.name)
 
     def _class_name_in_snake_case(self) -> str:
         """Return the class name in snake case, such as 'max_pooling' for MaxPoolingLayerDist."""

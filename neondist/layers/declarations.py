@@ -14,7 +14,7 @@ from ..registry.arguments import check_value
 from ..registry.fields import resolve_type_hints
 from .base import Layer, LayerDescription
 from .functions import Activation
-from .layout import Parameter, Shape, Shard, Tiled
+from .layout import Parameter, Shape, Shard, Tiled, check_storable
 from .reduction import Reduction
 
 
@@ -50,6 +50,7 @@ def check_declarations(layer: Layer, input_shape: Shape) -> None:
         ):
             raise ConfigError(f"{name} returns {declared!r}; expected a dict of name to nd.Parameter")
         for key, parameter in declared.items():
+            check_storable(name, key)
             _check_parameter(layer, f"{name}: '{key}'", parameter, input_shape, output_shape)
     if repeated := sorted(parameters_and_state[0].keys() & parameters_and_state[1].keys()):
         raise ConfigError(f"parameters_for and state_for both declare '{repeated[0]}'; rename one of them")

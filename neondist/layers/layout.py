@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ..errors import ConfigError
 from ..geometry import Box, GridShape
 from ..initializers import Constant, Initializer
 from ..registry.arguments import check_fields
@@ -137,6 +138,13 @@ class Parameter:
     def elements_on(self, grid: GridShape, tile: int) -> int:
         """Return the number of elements of the array that the rank of a tile stores."""
         return prod(self.layout.shape_on(self.shape, grid, tile))
+
+
+def check_storable(field: str, name: str) -> None:
+    """Raise ConfigError unless a name can be a part of a path in a checkpoint."""
+    if "\0" in name or {"", "."} & set(name.split("/")):
+        fault = "a null character, '.' or an empty part between slashes"
+        raise ConfigError(f"{field}: {name!r} contains {fault}, which files cannot store; rename it")
 
 
 def declared_with(instance: Any, attribute: str, method: str) -> Any:

@@ -82,6 +82,15 @@ class Registered:
 class DistributedMixin:
     """Marker of mixins that make a serial class distributed: `class FooDist(Dist, Foo)`."""
 
+    distributed: bool
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if any(vars(base).get("distributed") for base in cls.__mro__) and not cls.distributed:
+            bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, DistributedMixin))
+            right_order = ", ".join(base.__name__ for base in bases)
+            raise ConfigError(f"class {cls.__name__}: list the mixin first: class {cls.__name__}({right_order})")
+
 
 def registered_classes(base: type = Registered) -> dict[str, type]:
     """Return all concrete public subclasses of `base` by name, and by the aliases in `_aliases`."""

@@ -240,18 +240,21 @@ class LayerTask(Task):
 
     def call_forward(self, ctx: StepContext, view: Any) -> Any:
         """Call the layer's forward; debugging tasks override this method."""
-        return self.layer.forward(ctx, view)
+        with set_error_subject(self.layer):
+            return self.layer.forward(ctx, view)
 
     def call_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Call the layer's backward."""
-        return self.layer.backward(ctx, dy)
+        with set_error_subject(self.layer):
+            return self.layer.backward(ctx, dy)
 
     def compute_partial_result(self, direction: str, ctx: StepContext, array: Any) -> Any:
         """Call the layer's reduce, or reduce_backward."""
-        if direction == "backward":
-            return None if self._skips_backward(ctx) else self.layer.reduce_backward(ctx, array)
-        with self._initial_state(ctx) if ctx.initial_state else nullcontext():
-            return self.layer.reduce(ctx, array)
+        with set_error_subject(self.layer):
+            if direction == "backward":
+                return None if self._skips_backward(ctx) else self.layer.reduce_backward(ctx, array)
+            with self._initial_state(ctx) if ctx.initial_state else nullcontext():
+                return self.layer.reduce(ctx, array)
 
     def exchange_halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile given the gradient of its view."""

@@ -93,6 +93,8 @@ def train(comm, dtype="float64", **members):
         (declare_parameter((8, 6), layout=nd.Tiled(1)), r"'a': shape \(8, 6\) .*spatial axes, \(8, 6\)"),
         (declare_parameter((8, 3), layout=nd.Shard((8, 6, 2))), "the first axis its 96 elements"),
         (declare_parameter((48, 3), layout=nd.Shard((8, 6, 1))), r"must have the input shape \(8, 6, 2\)"),
+        ({"parameters_for": lambda layer, shape: {"": ONE}}, "parameters_for: '' contains .*an empty part"),
+        ({"state_for": lambda layer, shape: {"a/./b": ONE}}, "state_for: 'a/./b' contains .*rename it"),
         ({"output_shape_for": lambda layer, shape: (16, 12, 2)}, r"extent \(16, 12\), .* gives \(8, 6\)"),
         ({"window": nd.Window(3, padding=0)} | SAME_SHAPE, r"extent \(8, 6\), .* gives \(6, 4\)"),
         ({"output_shape_for": lambda layer, shape: (2,)}, r"the output \(2,\) has no spatial .*return ctx.reduced"),
@@ -242,6 +244,28 @@ def test_mistakes_with_arrays_name_the_layer(members, error, message, ranks):
         assert caught.value.subject.name == "own1"  # the command line adds its file and line
 
     loopback.run(ranks, job)
+
+
+def test_errors_of_methods_have_the_layer_as_subject():
+    for method in ("forward", "backward", "reduce"):
+
+        def fail(layer, ctx, array):
+            raise nd.ConfigError("own message")
+
+        with pytest.raises(nd.ConfigError, match="own message") as caught:
+            train(None, **SUMS | {method: fail})
+        assert caught.value.subject.name == "own1"
+
+
+def test_names_that_files_cannot_store_are_rejected():
+    for name in ("", "a/", "a//b", ".", "a\0b"):
+        with pytest.raises(nd.ConfigError, match=r"^name: .* contains a null character, '\.' or an empty part"):
+            nd.Convnet([nd.FCLayer(2, name=name)])
+
+
+def test_the_mixin_is_listed_before_the_layer_class():
+    with pytest.raises(nd.ConfigError, match=r"^class A: list the mixin first: class A\(Dist, FCLayer\)$"):
+        type("A", (nd.FCLayer, nd.Dist), {})
 
 
 def test_constructors_call_that_of_the_base_class():
