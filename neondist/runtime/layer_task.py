@@ -95,8 +95,7 @@ class LayerTask(Task):
         view = self.exchange_halo("forward", ctx, get_buffer(self.index, samples), x) if needs_exchange else x
         space.save_border(self.index, samples)
         rebuilds_view = self.index in space.plan.rebuilt_view_ranges
-        has_whole_vectors = not layer.splits_outputs and self.input_gather is None and self.output_gather is None
-        if has_whole_vectors and layer.scattered_output_array is None:
+        if layer.scattered_output_array is None:
             ctx.output_shape = samples, *space.shapes[self.result_value(run)]
         if view is not None:
             ctx.view_shape = view.shape

@@ -228,3 +228,27 @@ def test_traffic_of_a_digits_network():
     assert {name: count for name, count in plan.reduction_bytes(0).items() if name.startswith("fc")} == {
         "fc3": batch * 10 * 4
     }
+
+
+class WholeOutputs(Doubling):
+    """Layer of shards whose forward broadcasts this rank's feature to all features."""
+
+    layout = nd.Shard
+
+    def forward(self, ctx, view):
+        return ctx.reduced + np.zeros(self.output_shape)
+
+
+class WholeOutputsDist(nd.Dist, WholeOutputs):
+    pass
+
+
+def test_outputs_that_are_no_shard_are_rejected():
+    def job(comm):
+        model = nd.MLPDist([WholeOutputsDist(), DoublingDist()], dtype="float64", backend="numpy")
+        model.build((3,), BATCH, nd.ProcessGrid(comm))
+        model.fprop(np.ones((BATCH, 3)))
+
+    message = r"layer 'whole_outputs1' .*: forward returns an array of shape \(6, 3\); expected \(6, 1\)"
+    with pytest.raises(nd.UserError, match=message):
+        loopback.run(3, job)
