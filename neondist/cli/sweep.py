@@ -95,7 +95,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     with preparation_progress(owns_process=arguments.signals.owns_process):
         experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
-    best.check_metric_is_recorded(experiment.metrics)
+    best.check_metric_is_recorded(experiment.metrics, experiment.dataset.fields)
     folder = options.output_folder(arguments, "sweep")
     with lock_folder(SingleTransport(), folder, overwrite=True), _convert_storage_errors(folder / DATABASE_FILE):
         study = optuna.create_study(

@@ -41,6 +41,10 @@ class Metric(Registered, ABC):
         """Return the metric's values by name, given the results of `local_sums` summed over all ranks and batches."""
         return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
+    def result_names(self, fields: FieldMetadata | None) -> list[str]:
+        """Return the names of the numbers in results; `fields`: metadata of the outputs, if they are fields."""
+        return [self.name]
+
     def check_class_count(self, classes: int | None) -> None:
         """Raise ConfigError if the metric cannot be used with that number of classes (None: no classes)."""
 

@@ -49,10 +49,14 @@ class PerChannelMetric(Metric):
         """Return the values of the channels as a list, or a number for a single channel."""
         return self.values_by_variable(self.values_from_sums(sums.reshape(self.sums_per_channel, -1)), None)
 
+    def result_names(self, fields: FieldMetadata | None) -> list[str]:
+        """Return the names of the metric of each variable."""
+        return super().result_names(fields) if fields is None else [f"{self.name}_{name}" for name in fields.names]
+
     def values_by_variable(self, values: np.ndarray, fields: FieldMetadata | None) -> dict[str, MetricValue]:
         """Return the values of the channels by their names in results."""
         if fields is not None:
-            return {f"{self.name}_{name}": float(value) for name, value in zip(fields.names, values, strict=True)}
+            return dict(zip(self.result_names(fields), values.tolist(), strict=True))
         return {self.name: float(values[0]) if len(values) == 1 else values.tolist()}
 
     def check_field_metadata(self, y_shape: tuple[int, ...], fields: FieldMetadata | None) -> None:

@@ -105,7 +105,7 @@ def validate_experiment(
             logger.check_package_installed()
     if experiment.best is not None:
         with set_error_subject(experiment.best):
-            experiment.best.check_metric_is_recorded(experiment.metrics)
+            experiment.best.check_metric_is_recorded(experiment.metrics, dataset.fields)
             if (splits := dataset.known_splits()) is not None:
                 experiment.best.check_split_exists(splits)
     if experiment.server_strategy is not None:

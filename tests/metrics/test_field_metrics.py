@@ -8,6 +8,8 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
+from neondist.config import load_experiment
+from neondist.train import evaluate_checkpoint
 from neondist.train.loop import evaluate
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
@@ -166,3 +168,29 @@ def test_errors_name_the_line_and_the_remedy(tmp_path, name, capsys):
     stderr = capsys.readouterr().err
     assert re.search(message, stderr), stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("metric", "pick"), [("rmse", np.argmin), ("acc", np.argmax)])
+@pytest.mark.long
+def test_metric_of_a_variable_selects_the_best_epoch(tmp_path, metric, pick, capsys):
+    write_dataset(make_weather(0, 16), tmp_path / "a.nc")
+    text = (
+        f"!FitExperiment\ndataset: !ClimateFiles {{files: '{tmp_path}/a.nc', variables: [t2m, u10]}}\n"
+        "model: !ConvnetDist\n  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 1}]\n"
+        "  cost: !MSE {}\n  optimizer: !SGD {learning_rate: 0.9}\n"
+        f"metrics: [!RMSE {{}}, !ACC {{}}]\nbatch_size: 4\nepochs: 4\nbest: !Best {{number: validation_{metric}_u10}}\n"
+    )
+    (tmp_path / "run.yaml").write_text(text)
+    experiment = load_experiment(tmp_path / "run.yaml")
+    history = experiment.run(nd.ProcessGrid.serial(), output=tmp_path / "run").history
+    values = [record[f"validation_{metric}_u10"] for record in history]
+    result = evaluate_checkpoint(
+        load_experiment(tmp_path / "run.yaml"), tmp_path / "run" / "checkpoint_best.h5", nd.ProcessGrid.serial(),
+        "validation",
+    )  # fmt: skip
+    assert result[f"{metric}_u10"] == pytest.approx(values[pick(values)], rel=1e-6)
+    (tmp_path / "run.yaml").write_text(text.replace("_u10", ""))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    assert f"number: 'validation_{metric}' is not in any record; did you mean 'validation_{metric}_" in (
+        capsys.readouterr().err
+    )

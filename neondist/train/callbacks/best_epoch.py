@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...data.base import SPLITS
 from ...errors import ConfigError
+from ...formats.fields import FieldMetadata
 from ...io.output import BEST
 from ...metrics import Metric
 from ...registry import Registered, suggest
@@ -45,9 +46,12 @@ class Best(Registered):
     ) -> None:
         self.number, self.patience, self.min_change = number, patience, float(min_change)
 
-    def check_metric_is_recorded(self, metrics: Sequence[Metric]) -> None:
-        """Raise ConfigError if records do not contain the metric."""
-        if self.number is not None and self.number not in (names := _larger_is_better_by_metric(metrics)):
+    def check_metric_is_recorded(self, metrics: Sequence[Metric], fields: FieldMetadata | None) -> None:
+        """Raise ConfigError if records do not contain the metric; `fields`: metadata of the outputs, if known."""
+        metric_names = [name for metric in metrics for name in metric.result_names(fields)]
+        names = ["train_loss", "test_loss", "test_error", *metric_names]
+        names += [f"validation_{name}" for name in ("loss", "error", *metric_names)]
+        if self.number is not None and self.number not in names:
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
 
     def check_split_exists(self, splits: Sequence[str]) -> None:
@@ -78,7 +82,9 @@ class Best(Registered):
 
     def larger_is_better(self, metrics: Sequence[Metric]) -> bool:
         """Return whether larger values are better."""
-        return _larger_is_better_by_metric(metrics).get(self.number or "", False)
+        number = (self.number or "").removeprefix("validation_")
+        matching = (metric for metric in metrics if f"{number}_".startswith(f"{metric.name}_"))  # also 'rmse_t2m'
+        return any(metric.larger_is_better for metric in matching)
 
     def early_stop_reason(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> str:
         """Return the reason for stopping a run with these records; '' to continue."""
@@ -136,12 +142,3 @@ class BestCheckpointAndEarlyStopping(Hook):
             run.epochs = run.epoch
             if run.is_first_rank:
                 say(reason)
-
-
-def _larger_is_better_by_metric(metrics: Sequence[Metric]) -> dict[str, bool]:
-    """Return whether larger values are better, by the name of each recorded number."""
-    larger_is_better = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
-    larger_is_better["train_loss"] = False
-    for metric in metrics:
-        larger_is_better |= dict.fromkeys((metric.name, f"validation_{metric.name}"), metric.larger_is_better)
-    return larger_is_better
