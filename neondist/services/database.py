@@ -150,10 +150,15 @@ class TaskDatabase:
         return self._select_first_task("id = ? AND state IN ('doing', 'done')", task_id)
 
     def running_tasks(
-        self, kind: str | None = None, worker: str | None = None, expired_before: float | None = None
+        self,
+        kind: str | None = None,
+        worker: str | None = None,
+        expired_before: float | None = None,
+        expiring_after: float | None = None,
     ) -> list[TaskRow]:
-        """Return tasks in progress, optionally filtered by kind, by worker, or by leases that end before a time."""
-        filters = {"kind = ?": kind, "worker = ?": worker and _to_utf8(worker), "deadline < ?": expired_before}
+        """Return tasks in progress, optionally filtered by kind, by worker, or by the end of their leases."""
+        leases = {"deadline < ?": expired_before, "deadline > ?": expiring_after}
+        filters = {"kind = ?": kind, "worker = ?": worker and _to_utf8(worker), **leases}
         active = {test: value for test, value in filters.items() if value is not None}
         return self._select_tasks(" AND ".join(["state = 'doing'", *active]) + " ORDER BY id", *active.values())
 

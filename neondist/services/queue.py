@@ -334,7 +334,9 @@ class TaskQueue:
         return self.order(task.epoch) if task.kind == "training" else np.arange(task.end_record)
 
     def _requeue_expired(self) -> None:
-        for task in self._database.running_tasks(expired_before=self._clock()):
+        now, running = self._clock(), self._database.running_tasks
+        # leases that end too late began before the clock was set back
+        for task in running(expired_before=now) + running(expiring_after=now + 2 * self.lease):
             self._database.reissue_ranges(task, [(task.applied_until, task.end_record)])
 
     def _requeue_expired_and_find(self, task_id: int) -> TaskRow | None:

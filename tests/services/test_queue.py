@@ -97,6 +97,17 @@ def test_expired_lease_returns_unapplied_records(make_queue, clock):
     np.testing.assert_array_equal(remainder.indices, task.indices[2:])
 
 
+def test_clock_that_is_set_back_does_not_extend_leases(make_queue, clock):
+    clock.now = 3600.0
+    queue = make_queue(3, 3, lease=5.0)
+    queue.get("a")
+    clock.now = 3599.0
+    assert queue.get("b") is nd.WAIT
+    clock.now = 10.0
+    assert queue.get("b") not in (None, nd.WAIT)
+    assert queue.get("c") is nd.WAIT
+
+
 def test_lost_worker_keeps_its_credit(make_queue):
     queue = make_queue(3, 3)
     queue.applied(queue.get("a").id, 1)
