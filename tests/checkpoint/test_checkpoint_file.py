@@ -232,7 +232,7 @@ def test_disk_space_is_checked_before_writing(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(OutputError, match=r"it needs 0\.\d MB, but 0\.0 MB are free\); free disk space"):
+    with pytest.raises(OutputError, match=r"it needs \d+ kB, but 1 kB are free\); free disk space"):
         save_run(tmp_path / "c.h5", 2)
     assert not list(tmp_path.iterdir())
 

@@ -225,7 +225,7 @@ def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatc
 
 @pytest.mark.parametrize("problem", [
     "cannot be written to (Read-only file system)", "the folder cannot be created (No space left on device)",
-    "the checkpoint cannot be written (it needs 0.1 MB, but 0.0 MB are free)", "",
+    "the checkpoint cannot be written (it needs 98 kB, but 4.1 kB are free)", "",
 ])  # fmt: skip
 @pytest.mark.parametrize("failing", [0, 2])
 def test_trial_that_cannot_write_ends_the_sweep_and_resumes(run_sweep, capsys, monkeypatch, failing, problem):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...comm import CALL_KEY, Transport, check_equal_on_ranks, raise_if_any_failed
 from ...errors import OutputError
+from ...system.memory import format_bytes
 from ..files import DraftFile, short_reason
 from ..hdf5 import DeferredErrorHDF5File
 from .checksum import USER_BLOCK_SIZE, add_checksum
@@ -75,7 +76,7 @@ class _CheckpointDraft:
         nbytes += HDF5_TABLES_BYTES + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < nbytes:
             raise OutputError(
-                _write_error_message(path, f"it needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free")
+                _write_error_message(path, f"it needs {format_bytes(nbytes)}, but {format_bytes(free)} are free")
             )
         self._draft_file = DraftFile(path)
         try:
