@@ -11,6 +11,7 @@ import numpy as np
 from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
+from ..terminal.console import counted, say
 from ..train.loop import selection_losses, set_scheduled_rate_and_momentum
 from .state import SessionState
 
@@ -46,6 +47,13 @@ class DataPosition:
             )
         epoch_size = dataset.smallest_shard_size * replicas if self.reads_own_shard else len(dataset.train)
         state.set_dataset(dataset, epoch_size)
+        num_shards = replicas if self.reads_own_shard else 1
+        if state.samples_seen and state.num_shards != num_shards and state.is_first_rank:
+            say(
+                f"warning: epoch {state.epoch + 1} began with {counted(state.num_shards, 'shard')} and continues with"
+                f" {num_shards}: some of its samples are repeated or omitted; without dataset.shard, none are"
+            )
+        state.num_shards = num_shards
         state.batch_size = batch_size
 
     def remaining_batches(self) -> list[tuple[int, np.ndarray]]:

@@ -12,7 +12,7 @@ from ..comm import ProcessGrid, raise_if_any_failed
 from ..data import Dataset, Split
 from ..errors import ConfigError, DataError, NonFiniteError, NotReadyError
 from ..io.checkpoint import from_json_value, to_json_value
-from ..io.checkpoint.texts import parse_json, require_json_type, suggest_another_checkpoint
+from ..io.checkpoint.texts import parse_json, require_json_integer, require_json_type, suggest_another_checkpoint
 from ..models import TrainableModel, TrainingScriptAdapter
 from ..train import Stop, TrainState
 
@@ -56,7 +56,8 @@ class SessionState(TrainState):
     def __init__(self, model: Any, stateful: Iterable[Any] = ()) -> None:
         super().__init__(model, _MissingDataset(), sys.maxsize, getattr(model, "batch_size", model.grid.replicas))
         self.stateful, self.stop_reason = list(stateful), ""
-        self._epoch_size = 0
+        #: number of shards, one per replica, into which the current epoch is divided
+        self.num_shards, self._epoch_size = 1, 0
 
     @property
     def has_dataset(self) -> bool:
@@ -126,7 +127,8 @@ class SessionState(TrainState):
         states = [
             to_json_value(f"{type(part).__name__}.state_dict()", part.state_dict(), remedy) for part in self.stateful
         ]
-        texts = {SESSION_ENTRY_NAME: json.dumps({"settings": settings, "states": states, "kinds": kinds})}
+        entry = {"settings": settings, "states": states, "kinds": kinds, "shards": self.num_shards}
+        texts = {SESSION_ENTRY_NAME: json.dumps(entry)}
         return texts | (super().checkpoint_texts() if self.has_dataset else {})
 
     def restore_checkpoint_texts(self, texts: Mapping[str, str]) -> None:
@@ -138,6 +140,7 @@ class SessionState(TrainState):
     def _restore_session_entry(self, content: dict[str, Any]) -> None:
         settings = require_json_type("'settings'", content.get("settings"), dict)
         states, kinds = (require_json_type(f"'{name}'", content.get(name), list) for name in ("states", "kinds"))
+        self.num_shards = require_json_integer("'shards'", content.get("shards", 1), 1)
         expected_names = [type(part).__name__ for part in self.stateful]
         if kinds != expected_names or len(states) != len(kinds):
             raise DataError(

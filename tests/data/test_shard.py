@@ -124,6 +124,23 @@ def test_replicas_have_their_own_shards_or_the_same_one():
         loopback.run(4, body)
 
 
+@pytest.mark.parametrize(("replicas", "warns"), [(2, False), (4, True), (1, True)])
+def test_other_shards_within_an_epoch_cause_a_warning(tmp_path, capsys, replicas, warns):
+    def body(world, last_step):
+        grid = nd.ProcessGrid(world, replicas=world.size)
+        data = open_dataset(nd.Synthetic((4, 3, 1), train=16, test=2).shard(grid.replicas, grid.replica), grid)
+        model = nd.MLPDist([nd.FCLayerDist(4)])
+        model.build(data.sample_shape, 4, grid)
+        with nd.DistributedSession(nd.TaskSpecDef(), model, tmp_path, [nd.StopAtStepHook(last_step)]) as session:
+            for x, y in session.batches(data, 4):
+                session.run(model.train_batch, x, y)
+
+    loopback.run(2, lambda world: body(world, 2))
+    loopback.run(replicas, lambda world: body(world, 3))
+    warning = f"warning: epoch 1 began with 2 shards and continues with {replicas}: some of its samples are repeated"
+    assert capsys.readouterr().out.count(warning) == warns
+
+
 def test_experiments_reject_different_shards():
     """Experiments divide each batch of a common order among the replicas."""
 
