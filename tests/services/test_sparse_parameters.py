@@ -66,13 +66,13 @@ def draw_gradients(rng, dtype="float64"):
 
 
 @pytest.mark.parametrize("case", range(12))
-def test_workers_hold_the_values_of_the_servers_after_each_pull(case):
-    """Push and pull at random times in two workers: equal to one server whose parameters are dense."""
+def test_workers_hold_the_values_of_the_servers_after_each_pull(case, tmp_path):
+    """Push, pull, save and load at random times in two workers: equal to one server whose parameters are dense."""
     rng = random.Random(f"{os.environ['NEONDIST_SEED']} {case}")
     strategy, optimizer, servers = rng.choice(STRATEGIES), rng.choice(OPTIMIZERS), rng.randint(1, 3)
     dtype = rng.choice(["float64", "float32"])
     initial, policy = draw_arrays(0, SHAPES, dtype), SyncPolicy(sync=False)
-    with Servers(servers) as job, Servers(1) as dense_job:
+    with Servers(servers, tmp_path / "sparse") as job, Servers(1, tmp_path / "dense") as dense_job:
         layouts = job.layouts(strategy, SHAPES, dtype=dtype, sparse=SPARSE)
         reference = dense_job.client("r", dense_job.layouts("PS", SHAPES, dtype=dtype))
         reference.push_initial_values(initial, optimizer, policy)
@@ -83,9 +83,16 @@ def test_workers_hold_the_values_of_the_servers_after_each_pull(case):
             client.pull(arrays)
         expected = draw_arrays(6, SHAPES, dtype)
         reference.pull(expected)
-        for _ in range(12):
-            worker = rng.randrange(2)
-            if rng.random() < 0.6:
+        is_saved = False
+        for _ in range(16):
+            worker, choice = rng.randrange(2), rng.random()
+            if choice < 0.2:
+                for client in (clients[worker], reference):
+                    client.load("saved", optimizer, policy) if is_saved else client.save("saved")
+                is_saved = True
+                clients[1 - worker].pull(values[1 - worker])  # joins the servers again
+                reference.pull(expected)
+            elif choice < 0.6:
                 gradients = draw_gradients(rng, dtype)
                 clients[worker].push(gradients)
                 reference.push(gradients)
