@@ -60,6 +60,9 @@ def plan(arguments: argparse.Namespace) -> int:
         machine = read_machine(arguments.machine)
     else:
         machine = Machine.default() if auto_strategy is None else auto_strategy.machine
+    if resources is not None:
+        measured = arguments.machine is not None
+        machine = machine.on_nodes(resources.ranks_by_node, None if measured else resources.lowest_bandwidth)
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
@@ -100,7 +103,7 @@ def _max_ranks_of_node(ranks: int, machine: Machine, resources: ResourceSpec | N
     """Return the largest number of ranks on a node."""
     if resources is None:
         return min(ranks, max(machine.cores_per_node, -(-ranks // machine.count_nodes(ranks))))
-    return min(ranks, max(len(node.gpus or node.cpus) for node in resources.nodes))
+    return min(ranks, max(resources.ranks_by_node))
 
 
 def _memory_limit_and_planner(experiment: Any, local_ranks: int) -> tuple[int | None, Any]:

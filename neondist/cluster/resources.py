@@ -77,7 +77,7 @@ class Node:
     ssh_config : str or None
         A name in `ResourceSpec.ssh`; None for a node that is reached without SSH.
     network_bandwidth : float
-        In Gbit/s; not used by strategies.
+        In Gbit/s.
     """
 
     address: str
@@ -121,6 +121,8 @@ class ResourceSpec:
     ssh : dict of str to SSHConfig
     path : Path or None
         Path of the file, if any.
+    lowest_bandwidth : float or None
+        Lowest given `network_bandwidth`; None if there is none.
 
     Raises
     ------
@@ -144,10 +146,12 @@ class ResourceSpec:
         entries = typed_value(top["nodes"], "nodes", list, "a list")
         if not entries:
             raise node_error(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
-        is_only_node = len(entries) == 1
+        is_only_node, bandwidths = len(entries) == 1, list[float]()
         self.nodes = [
-            self._parse_node(node, join_path("nodes", index), is_only_node) for index, node in enumerate(entries)
+            self._parse_node(node, join_path("nodes", index), is_only_node, bandwidths)
+            for index, node in enumerate(entries)
         ]
+        self.lowest_bandwidth = min(bandwidths, default=None)
         self._check_chief(top["nodes"], entries)
         self._check_addresses(entries)
 
@@ -163,17 +167,24 @@ class ResourceSpec:
         return [Device(node.address, kind, at) for node, kind, at in kinds]
 
     @property
+    def ranks_by_node(self) -> list[int]:
+        """Number of ranks on each node: one for each GPU or, on nodes without GPUs, each CPU."""
+        return [len(node.gpus or node.cpus) for node in self.nodes]
+
+    @property
     def replicas(self) -> int:
         """Number of data-parallel copies: all GPUs, and the CPUs of nodes without GPUs."""
-        return sum(len(node.gpus or node.cpus) for node in self.nodes)
+        return sum(self.ranks_by_node)
 
     @property
     def servers(self) -> int:
         """Number of devices that can own parameters: CPUs, at least one per node."""
         return sum(len(node.cpus) for node in self.nodes)
 
-    def _parse_node(self, node: yaml_nodes.Node, path: str, is_only_node: bool) -> Node:
+    def _parse_node(self, node: yaml_nodes.Node, path: str, is_only_node: bool, bandwidths: list[float]) -> Node:
+        """Return a node, and append its bandwidth to `bandwidths` if it is given."""
         fields = convert_fields(node, path, _NODE_FIELDS, ["address"])
+        bandwidths += [fields["network_bandwidth"]] if "network_bandwidth" in fields else []
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", str(fields["address"])):
             raise field_error(node, path, "address", f"'{fields['address']}' is not a host name or IP address")
         if ":" in str(fields["address"]) and not _is_ip_address(str(fields["address"])):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil, log2
 from pathlib import Path
 from typing import get_type_hints
@@ -119,6 +119,11 @@ class Machine:
     def default(cls) -> Machine:
         """Return a machine with typical values: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
+
+    def on_nodes(self, ranks_by_node: Sequence[int], network_gbits: float | None) -> Machine:
+        """Return the machine with other nodes and, unless it is None, another network bandwidth in Gbit/s."""
+        network = self.network if network_gbits is None else replace(self.network, bandwidth=network_gbits * 1e9 / 8)
+        return replace(self, cores_per_node=max(ranks_by_node), nodes=len(ranks_by_node), network=network)
 
     def compute_seconds(self, uncontended_seconds: float, ranks: int, memory_traffic: float = 0.0) -> float:
         """Return the seconds of work that takes `uncontended_seconds` on one core of the predicting machine.

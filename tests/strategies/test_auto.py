@@ -198,6 +198,26 @@ def test_plan_over_nodes_names_the_memory_of_a_node(tmp_path, capsys, monkeypatc
     assert main([*arguments, str(memory - (2 << 20))]) == 2
 
 
+def test_plan_depends_on_the_network_of_the_resources(tmp_path, capsys, monkeypatch):
+    """Choose other grids for slow and for fast links between nodes, but trust a measured machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(FILE)
+    write_machine(tmp_path / "machine.yaml", Machine.default(), "measured")
+
+    def print_plan(gbits, *options):
+        nodes = [f"{{address: h{i}, chief: {i == 0}, ssh_config: s, network_bandwidth: {gbits}}}" for i in range(4)]
+        nodes[0] = nodes[0].replace(f", network_bandwidth: {gbits}", "")
+        ssh = "{s: {username: u, key_file: k}}"
+        (tmp_path / "nodes.yaml").write_text(f"nodes: [{', '.join(nodes)}]\nssh: {ssh}\n")
+        assert main(["plan", "one.yaml", "--resources", "nodes.yaml", *options]) == 0
+        return capsys.readouterr().out
+
+    assert re.search(r"choice +2×2×1 with AllReduce", print_plan(0.01))
+    assert re.search(r"choice +4×1×1 with AllReduce", print_plan(100))
+    assert print_plan(0.01, "--machine", "machine.yaml") == print_plan(100, "--machine", "machine.yaml")
+    assert Machine.default().on_nodes([2, 1], 8).network.bandwidth == 1e9
+
+
 def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.yaml").write_text(FILE)
