@@ -318,7 +318,7 @@ class ServiceClient:
 def split_address(address: str) -> tuple[str, int]:
     """Return the host and the port of 'HOST:PORT'; ConfigError if it is invalid."""
     if not has_port(address):
-        raise ConfigError(f"address '{address}': expected HOST:PORT, such as 10.0.0.1:7001")
+        raise ConfigError(f"address '{address}': expected HOST:PORT or [IPV6]:PORT, such as 10.0.0.1:7001")
     host, _, port = address.rpartition(":")
     return host, int(port)
 

@@ -81,9 +81,10 @@ def supervisor_descriptor(env: Mapping[str, str]) -> int | None:
 
 
 def has_port(address: str) -> bool:
-    """Return whether an address is HOST:PORT with a valid port."""
+    """Return whether an address is HOST:PORT, or [IPV6]:PORT, with a valid port."""
     host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) < 1 << 16
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    return bool(host) and (is_bracketed or ":" not in host) and port.isdecimal() and int(port) < 1 << 16
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -128,6 +128,8 @@ def test_parameter_server_without_address():
     ("h:x", "'h:x' has no port"),
     (":1", "':1' has no port"),
     ("h:65536", "'h:65536' has no port"),
+    ("::1:2", "'::1:2' has no port"),
+    ("http://h:2", "'http://h:2' has no port"),
     ("w:1", "'w:1' is listed 2 times; give each task its own port"),
 ])  # fmt: skip
 @pytest.mark.parametrize("evaluator", [True, False])
