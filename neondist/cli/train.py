@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ..comm import ProcessGrid, Transport, all_or_none
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..geometry.grid_shape import grid_shape
+from ..io.files import atomic_replacement, convert_file_errors
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.generations import run_generations
 from ..launcher.ranks import run_on_ranks
@@ -222,10 +224,9 @@ def predict(arguments: argparse.Namespace) -> int:
         return definition, samples
 
     def work(world: Transport, prepared: tuple[Any, Any]) -> int:
-        from ..io.files import atomic_replacement
         from ..train.inference.record_prediction import predict_records
 
-        (definition, samples), processor, all_outputs = prepared, None, []
+        (definition, samples), processor, file = prepared, None, None
         with all_or_none(world):
             if world.rank == 0:  # the processor may open files
                 processor = definition.create_processor()
@@ -235,16 +236,18 @@ def predict(arguments: argparse.Namespace) -> int:
             model = definition.create_model(arguments.seed, samples.has_integer_features)
         grid = ProcessGrid(world, arguments.num_workers, *arguments.tiles)
         checkpoint = _checkpoint_file(arguments.checkpoint)
-        for outputs in predict_records(model, samples, arguments.minibatch_size, checkpoint, grid):
+        with ExitStack() as output:
             with all_or_none(world, root_only=True):
-                if processor is not None:
-                    _process_outputs(arguments.file, processor, outputs)
                 if arguments.output is not None and world.rank == 0:
-                    all_outputs.append(outputs)
-        with all_or_none(world, root_only=True):
-            if all_outputs:
-                with atomic_replacement(Path(arguments.output)) as file:
-                    np.save(file, np.concatenate(all_outputs))
+                    file = output.enter_context(atomic_replacement(Path(arguments.output)))
+            for outputs in predict_records(model, samples, arguments.minibatch_size, checkpoint, grid):
+                with all_or_none(world, root_only=True):
+                    if processor is not None:
+                        _process_outputs(arguments.file, processor, outputs)
+                    if file is not None:
+                        _append_outputs(file, arguments.output, outputs, len(samples))
+            with all_or_none(world, root_only=True):
+                output.close()
         if world.rank == 0:
             emit(f"predicted: {counted(len(samples), 'record')}")
             options.print_written([arguments.output])
@@ -333,6 +336,16 @@ def _process_outputs(file: str, processor: Any, outputs: np.ndarray) -> None:
     except Exception as error:
         problem = f"PredictionOutputsProcessor.process failed: {type(error).__name__}: {error}"
         raise ConfigError(f"{file}: {problem}") from error
+
+
+def _append_outputs(file: BinaryIO, path: str, outputs: np.ndarray, num_records: int) -> None:
+    """Append the outputs of a batch to a .npy file of `num_records` outputs; the first batch follows the header."""
+    with convert_file_errors(Path(path)):
+        if not file.tell():
+            shape = num_records, *outputs.shape[1:]
+            header = {"descr": outputs.dtype.str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+        file.write(outputs.tobytes())
 
 
 def _add_model_command(commands: Any, command: str) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """Command `train MODEL.py`, with `evaluate`, `predict`, `check` and `zoo init`."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,32 @@ def test_integer_features_reach_the_model(project, capsys):
         name = f"linear{len(bias)}"
         assert main(["train", write_model(project, linear, name), *DATA_OPTIONS, "--output", name]) == 2
         assert remedy in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_outputs_are_written_batch_by_batch(project, capsys):
+    """Memory holds the outputs of one batch; a failure in a later batch keeps the previous file."""
+    wide = MODEL_DEFINITION.replace(".flatten(1))", ".flatten(1)).repeat(1, 50_000)")
+    file, data = write_model(project, MODEL_DEFINITION, "narrow"), ["--prediction-data", "test.csv"]
+    assert main(["train", file, "--training-data", "train.csv", "--output", "run"]) == 0
+    predict = "predict", write_model(project, wide, "wide"), "--checkpoint", "run", "--minibatch-size", "4"
+    tracemalloc.start()
+    try:
+        assert main([*predict, *data, "--output", "y.npy"]) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    outputs = np.load("y.npy")
+    assert outputs.shape == (40, 100_000)
+    np.testing.assert_array_equal(outputs, np.tile(outputs[:, :2], 50_000))
+    assert peak < outputs.nbytes
+    before = Path("y.npy").stat()
+    with open("test.csv", "a") as records:
+        records.write("x" + ",1" * 16 + "\n")
+    capsys.readouterr()
+    assert main([*predict, *data, "--output", "y.npy", "--overwrite"]) == 2
+    assert "column 1: 'x' is not a number" in capsys.readouterr().err
+    assert (Path("y.npy").stat().st_mtime_ns, [*project.glob("y.npy?*")]) == (before.st_mtime_ns, [])
 
 
 def test_training_without_validation_data(project):
