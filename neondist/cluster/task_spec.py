@@ -17,7 +17,7 @@ from ..registry import suggest
 from ..registry.arguments import type_checked
 from ..registry.ranges import Index
 from ..system.heartbeat import has_port
-from ..system.job import count_torchrun_ranks, detect_job, local_rank
+from ..system.job import GENERATION_VARIABLE, count_torchrun_ranks, detect_job, local_rank
 from ..terminal.script_errors import install_script_error_hook
 
 _CANONICAL_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
@@ -248,6 +248,8 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
         if rank in environ and size in environ:
             index, workers = _read_integer(environ, rank), _read_integer(environ, size, least=1)
             generation = _read_integer(environ, restarts, "0", least=0) if restarts else 0
+            if GENERATION_VARIABLE in environ:  # the ranks of neondist run or launch
+                generation = _read_integer(environ, GENERATION_VARIABLE, least=1) - 1
             names = {"": rank, "index": rank}
             return _create_task(names, task_type="worker", index=index, num_workers=workers, generation=generation)
     for kind in hosts:
