@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -18,10 +19,17 @@ def read_csv_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({short_reason(error)}); give a CSV file of {columns}") from error
-    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
-        if rows and all(len(row) == 1 and separator in row[0] for _, row in rows):
-            raise DataError(f"{path}: separates columns with {name}; use commas, as in {columns}")
+    require_commas(path, [row for _, row in rows], columns)
     return rows
+
+
+def require_commas(path: Path, rows: Sequence[Sequence[str]], columns: str, numeric: bool = False) -> None:
+    """Raise DataError if all rows separate columns by other characters; `numeric`: only if the last row has numbers."""
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if not rows or not all(len(row) == 1 and separator in row[0] for row in rows):
+            continue
+        if not numeric or all(map(is_number, rows[-1][0].split(separator))):
+            raise DataError(f"{path}: separates columns with {name}; use commas, as in {columns}")
 
 
 def is_number(text: str) -> bool:

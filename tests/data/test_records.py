@@ -101,6 +101,17 @@ def test_bad_checksum_names_the_record(tmp_path):
         open_records(str(path))
 
 
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs")])
+@pytest.mark.parametrize("header", [[], ["a", "b", "label"]])
+def test_csv_with_other_separators(tmp_path, separator, name, header):
+    rows = [*([header] if header else []), ["1", "-2.5", "0"], ["3", "4e3", "1"]]
+    (tmp_path / "a.csv").write_text("".join(separator.join(row) + "\n" for row in rows))
+    with pytest.raises(nd.DataError, match=rf"a\.csv: separates columns with {name}; use commas, as in 1\.5,2,3"):
+        open_records(str(tmp_path / "a.csv"))
+    (tmp_path / "a.csv").write_text(f"to be{separator} or not\nto be{separator} that\n")  # text of one column
+    assert open_records(str(tmp_path / "a.csv")).read([1])[0].tolist() == [f"to be{separator} that"]
+
+
 def test_folder_concatenates_its_files(tmp_path):
     records = draw_records(5)
     write_csv(tmp_path / "a.csv", records[:2])

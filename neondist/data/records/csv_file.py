@@ -12,7 +12,7 @@ from ...errors import DataError
 from ...io.files import short_reason
 from ...io.regular_file import open_regular
 from ...terminal.console import counted
-from ..csv_table import is_number
+from ..csv_table import is_number, require_commas
 from .base import BadRecordError, RecordReader
 
 _BLOCK_BYTES = 1 << 22
@@ -36,6 +36,7 @@ class CsvRecords(RecordReader):
         if not len(self._line_offsets):
             raise DataError(f"{path}: is empty; expected one record per line")
         first_rows = [self._read_cells(number) for number in range(min(2, len(self._line_offsets)))]
+        require_commas(path, first_rows, "1.5,2,3", numeric=True)
         has_header = len(first_rows) > 1 and len(first_rows[0]) == len(first_rows[1])
         if has_header:
             names = first_rows[0]
