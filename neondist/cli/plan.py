@@ -48,7 +48,6 @@ def plan(arguments: argparse.Namespace) -> int:
     from ..cluster import ResourceSpec
     from ..plan import search
     from ..strategies import AutoStrategy
-    from ..system.machine import Machine, read_machine
     from ..terminal.rich_console import Console
 
     with preparation_progress(owns_process=arguments.signals.owns_process):
@@ -56,13 +55,12 @@ def plan(arguments: argparse.Namespace) -> int:
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
     ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
     auto_strategy = experiment.model.strategy if isinstance(experiment.model.strategy, AutoStrategy) else None
+    chooser = auto_strategy or AutoStrategy()
     if arguments.machine is not None:
-        machine = read_machine(arguments.machine)
-    else:
-        machine = Machine.default() if auto_strategy is None else auto_strategy.machine
+        chooser = AutoStrategy(machine=str(arguments.machine))
     if resources is not None:
-        measured = arguments.machine is not None
-        machine = machine.on_nodes(resources.ranks_by_node, None if measured else resources.lowest_bandwidth)
+        chooser = chooser.on_nodes(resources.ranks_by_node, resources.lowest_bandwidth)
+    machine = chooser.machine
     try:
         if not experiment.dist_flag:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")

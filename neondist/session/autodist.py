@@ -22,7 +22,7 @@ from ..models import Model
 from ..models.whole_batches import distribute_created_models
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
-from ..strategies.auto import resolve_grid
+from ..strategies.auto import AutoStrategy, resolve_grid
 from ..system.job import detect_job
 from ..terminal.script_errors import install_script_error_hook
 from ..train import Hook
@@ -87,6 +87,9 @@ class AutoDist:
         self._requested_strategy = as_strategy(strategy)
         if not isinstance(self._requested_strategy, StrategyBuilder | Strategy):
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
+        if isinstance(self._requested_strategy, AutoStrategy) and self.resources is not None:
+            nodes = self.resources.ranks_by_node, self.resources.lowest_bandwidth
+            self._requested_strategy = self._requested_strategy.on_nodes(*nodes)
         factors = None if isinstance(grid, ProcessGrid) else _grid_factors(grid, self._requested_strategy)
         is_standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
         if is_standalone and self.resources is not None and self.resources.replicas > 1:

@@ -96,6 +96,13 @@ class AutoStrategy(StrategyBuilder):
     def __init__(self, memory: int | str | None = None, machine: str | None = None) -> None:
         self.limit = None if memory is None else parse_bytes("memory", memory)
         self.machine = Machine.default() if machine is None else read_machine(Path(machine))
+        self._is_machine_measured = machine is not None
+
+    def on_nodes(self, ranks_by_node: Sequence[int], network_gbits: float | None) -> AutoStrategy:
+        """Return a copy for other nodes and, unless the machine is measured, their network bandwidth in Gbit/s."""
+        builder = copy(self)
+        builder.machine = self.machine.on_nodes(ranks_by_node, None if self._is_machine_measured else network_gbits)
+        return builder
 
     def with_network(self, untiled_names: Collection[str], tiled_bytes: int, slots_per_parameter: int) -> AutoStrategy:
         """Return a copy that compares the costs of parameters that all tiles share, for a network and an optimiser.

@@ -215,7 +215,17 @@ def test_plan_depends_on_the_network_of_the_resources(tmp_path, capsys, monkeypa
     assert re.search(r"choice +2×2×1 with AllReduce", print_plan(0.01))
     assert re.search(r"choice +4×1×1 with AllReduce", print_plan(100))
     assert print_plan(0.01, "--machine", "machine.yaml") == print_plan(100, "--machine", "machine.yaml")
-    assert Machine.default().on_nodes([2, 1], 8).network.bandwidth == 1e9
+
+
+def test_autodist_plans_for_the_nodes_of_its_resources(tmp_path):
+    resources = {"nodes": [{"address": "localhost", "network_bandwidth": 8}]}
+    write_machine(tmp_path / "machine.yaml", Machine.default(), "measured")
+    given, measured = (
+        nd.AutoDist(resources, nd.strategies.Auto(machine=file), nd.ProcessGrid.serial()).strategy.machine
+        for file in (None, str(tmp_path / "machine.yaml"))
+    )
+    assert (given.cores_per_node, given.nodes, given.network.bandwidth) == (1, 1, 1e9)
+    assert (measured.cores_per_node, measured.network) == (1, Machine.default().network)
 
 
 def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
