@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import DataError, OutputError
+from ..errors import DataError, OutputError, ShapeError
 from ..io.files import write_text
 from ..terminal.console import counted, emit, escape_invisible
 from . import options
@@ -223,7 +223,7 @@ def _forecast_yaml(paths: list[Path]) -> str:
             names = array_names(file, max_arrays=1000)
     variables = []
     for name in names:
-        with suppress(DataError), open_source(f"{paths[0]}:{name}") as source:
+        with suppress(DataError, ShapeError), open_source(f"{paths[0]}:{name}") as source:  # text; scalars
             variables += [name] if source.axes == "TYXC" else []
     if not variables:
         raise DataError(f"{paths[0]}: has no variable over time, latitude and longitude; give a folder of such files")

@@ -338,7 +338,7 @@ def test_unsupported_time_units(units, calendar, message):
 def test_init_pads_periodic_longitudes_by_wrapping(tmp_path, monkeypatch, columns, span, periodic):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "era").mkdir()
-    data = make_weather(extent=(4, columns))
+    data = make_weather(extent=(4, columns)).assign_coords(number=0)  # scalars are common, such as ERA5's number
     data["lon"] = ("lon", (np.arange(columns) * span / columns).astype("float32"), data.lon.attrs)
     write_dataset(data, tmp_path / "era" / "0.nc")
     assert main(["init", "era"]) == 0
