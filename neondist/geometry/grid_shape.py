@@ -132,6 +132,8 @@ def _mismatch_message(
     requested_text += f"rows: {rows or 'any'}, cols: {cols or 'any'}"
     problem = f"grid ({requested_text}) does not match {counted(ranks, 'rank')}"
     if factor_pairs:
-        return f"{problem}; rows x cols can be " + ", ".join(f"{r} x {c}" for r, c in factor_pairs)
+        more_replicas, remainder = divmod(ranks, (rows or ranks) * (cols or ranks) * planes)
+        alternative = f", or replicas {more_replicas}" if more_replicas and not remainder else ""
+        return f"{problem}; rows x cols can be " + ", ".join(f"{r} x {c}" for r, c in factor_pairs) + alternative
     divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
     return f"{problem}; replicas x planes must divide {ranks}: {divisors}"

@@ -240,6 +240,7 @@ def test_upsampling_reads_cells_around_the_centre(factor, linear):
         (lambda: Window(9, padding=1).check((5, 5)), ShapeError, "spans 9 cells on axis 0"),
         (lambda: Window(3, padding=2, mode="reflect").check((2, 9)), ConfigError, "'reflect' must be less"),
         (lambda: grid_shape(6, rows=4), GridError, "1 x 6, 2 x 3, 3 x 2, 6 x 1"),
+        (lambda: grid_shape(4, 2, 1, 1), GridError, "rows x cols can be 1 x 2, 2 x 1, or replicas 4"),
         (lambda: grid_shape(6, replicas=4), GridError, "must divide 6: 1, 2, 3, 6"),
         (lambda: grid_shape(6, rows=-1), GridError, "rows -1"),
     ],
