@@ -25,9 +25,14 @@ def dimension_name(source: TileSource, axis_letter: str) -> str:
 def coordinate_along_axis(
     source: TileSource, axis_letter: str, variables: Sequence[AuxiliaryVariable]
 ) -> AuxiliaryVariable | None:
-    """Return the coordinate along an axis, or None if the file has none with values."""
+    """Return the coordinate along an axis, or None if the file has none with values.
+
+    Times may also be a listed coordinate of another name than the dimension, such as WRF's XTIME.
+    """
     name = dimension_name(source, axis_letter)
-    return next((one for one in variables if one.name == name and name and one.values is not None), None)
+    with_values = [one for one in variables if name and one.values is not None]
+    times = [one for one in with_values if axis_letter == "T" and one.dimensions == (name,) and _is_time(one)]
+    return next((one for one in with_values if one.name == name), times[0] if times else None)
 
 
 def require_equal_coordinates(
@@ -60,6 +65,11 @@ def unpacked_values(where: str, coord: AuxiliaryVariable, convert_integers: bool
     if convert_integers:
         packing.convert_integers()
     return packing.decode(coord.values)
+
+
+def _is_time(variable: AuxiliaryVariable) -> bool:
+    standard_name = text_attribute(variable.attributes, "standard_name")  # not the start of the forecast
+    return " since " in text_attribute(variable.attributes, "units") and standard_name in ("", "time")
 
 
 def calendar_of(coord: AuxiliaryVariable) -> str:

@@ -175,6 +175,20 @@ def test_times_keep_the_calendar(trained, tmp_path):
         assert predictions.time.attrs["calendar"] == "noleap"
 
 
+def test_times_of_another_name_than_their_dimension(trained, tmp_path):
+    """WRF's times are XTIME along Time; the start of the forecast is not the time."""
+    path, weather = trained()
+    start = ("Time", np.full(6, weather.time.values[0]), {"standard_name": "forecast_reference_time"})
+    data = make_weather(0, 6).rename(time="XTIME").swap_dims(XTIME="Time").assign_coords(reftime=start)
+    data.to_netcdf(tmp_path / "a.nc")
+    forecast(load_run(path), path / "run" / "checkpoint.h5", tmp_path / "a.nc", tmp_path / "out.nc", None, 2)
+    with xarray.open_dataset(tmp_path / "out.nc") as predictions:
+        assert_close(stack_predictions(predictions), roll_out(path, make_weather(0, 6), 2, 2))
+        assert predictions.t2m.dims == ("Time", "lat", "lon")
+        np.testing.assert_array_equal(predictions.t2m.XTIME, weather.time.values[6:8])
+        assert "reftime" not in predictions.variables
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stamp", ["start", "middle", "end", "near middle"])
 def test_monthly_series_step_by_calendar_months(tmp_path, stamp):

@@ -263,11 +263,13 @@ class ForecastCoordinates(TileSource):
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates of the grid, the new times, and the attributes of the file."""
         variables, t_name = list[AuxiliaryVariable](), self._dimension_names["T"]
-        for variable in self._source.auxiliary_variables()[0]:
+        source_variables = self._source.auxiliary_variables()[0]
+        time_coord = coordinate_along_axis(self._source, "T", source_variables)
+        for variable in source_variables:
             axes = {*variable.dimensions} & {self._dimension_names["Y"], self._dimension_names["X"]}
-            if variable.name == t_name and variable.values is not None:
+            if variable is time_coord:
                 attributes = {key: item for key, item in variable.attributes.items() if key not in _DROPPED_TIME_KEYS}
-                variables.append(AuxiliaryVariable(t_name, (t_name,), self._times, attributes))
+                variables.append(replace(variable, values=self._times, attributes=attributes))
             elif variable.name == "/":
                 variables.append(replace(variable, attributes=_CF_CONVENTIONS_ATTRIBUTE | variable.attributes))
             elif variable.name == "" or (
