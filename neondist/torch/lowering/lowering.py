@@ -71,6 +71,9 @@ class Lowering(PlanBuilder):
         if isinstance(target, type):  # a named tuple of results
             return tuple(args)
         count = len(self.steps)
+        # torch.compile would split functions that pass the immutable lists of torch.fx to an operator
+        args = [list(arg) if isinstance(arg, list) else arg for arg in args]
+        kwargs = {name: list(arg) if isinstance(arg, list) else arg for name, arg in kwargs.items()}
         result = self._lower_operator(target, args, kwargs)
         if len(self.steps) > count:  # operators without effect, such as dropout at rate 0, return their argument
             self._record_operator_name(str(target), result)

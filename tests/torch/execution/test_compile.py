@@ -69,6 +69,19 @@ def test_recomputed_segments_match_single_process_with_torch_compile():
     )
 
 
+class ListArguments(nn.Module):
+    def forward(self, x):
+        y = torch.stack([x, x.sin()]).permute(1, 0, 2, 3, 4).reshape(2, 4, 9, 8)
+        return nn.functional.layer_norm(y.movedim(1, -1), [4]).exp(), nn.functional.pad(y, [0, 0, 0, 0, 1, 2]).mean([1])
+
+
+@pytest.mark.long
+def test_functions_with_lists_as_arguments_are_compiled_as_one():
+    """In parts, they would be compiled once per operator, until the recompile limit."""
+    compiler = partial(torch.compile, backend="eager", fullgraph=True)
+    check_module(ListArguments(), (2, 2, 9, 8), grids=[(1, 2, 1)], compile=compiler)
+
+
 @pytest.mark.long
 def test_compiled_segments_may_exceed_the_recompile_limit():
     graphs = []
