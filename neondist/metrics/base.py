@@ -24,8 +24,8 @@ class Metric(Registered, ABC):
     """Name in results, such as 'misclassification'."""
     #: whether outputs are converted to NumPy arrays; False: arrays of the model's backend
     needs_numpy = True
-    #: whether larger values are better
-    larger_is_better = False
+    #: whether larger values are better; None: neither larger nor smaller ones, as for a signed error
+    larger_is_better: bool | None = False
 
     @abstractmethod
     def local_sums(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:

@@ -140,6 +140,7 @@ class Bias(PerChannelMetric):
     """Mean of output minus target of each variable, in the variable's units."""
 
     name = "bias"
+    larger_is_better = None
 
     def channel_sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sum of errors and the divisor."""

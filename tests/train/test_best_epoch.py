@@ -77,6 +77,8 @@ def test_early_stopping_persists_across_resume(tmp_path, capsys):
 def test_invalid_settings_are_rejected():
     with pytest.raises(ConfigError, match="number: 'validation_f2' is not in any record; did you mean 'validation_f1'"):
         make_experiment(number="validation_f2").validate()
+    with pytest.raises(ConfigError, match="'validation_bias' has a sign: its best value is neither the smallest nor"):
+        nd.Best("validation_bias").check_metric_is_recorded([nd.RMSE(), nd.Bias()], None)
     with pytest.raises(ConfigError, match="patience: expected an integer of at least 1"):
         nd.Best(patience=0)
     experiment = make_experiment(number="validation_f1")

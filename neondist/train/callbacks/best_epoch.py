@@ -53,6 +53,11 @@ class Best(Registered):
         names += [f"validation_{name}" for name in ("loss", "error", *metric_names)]
         if self.number is not None and self.number not in names:
             raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
+        if any(metric.larger_is_better is None for metric in self._find_metrics(metrics)):
+            raise ConfigError(
+                f"number: '{self.number}' has a sign: its best value is neither the smallest nor the largest; choose"
+                " another number, such as validation_loss"
+            )
 
     def check_split_exists(self, splits: Sequence[str]) -> None:
         """Raise ConfigError if the metric belongs to a split that the data set does not have."""
@@ -82,9 +87,11 @@ class Best(Registered):
 
     def larger_is_better(self, metrics: Sequence[Metric]) -> bool:
         """Return whether larger values are better."""
+        return any(metric.larger_is_better for metric in self._find_metrics(metrics))
+
+    def _find_metrics(self, metrics: Sequence[Metric]) -> list[Metric]:
         number = (self.number or "").removeprefix("validation_")
-        matching = (metric for metric in metrics if f"{number}_".startswith(f"{metric.name}_"))  # also 'rmse_t2m'
-        return any(metric.larger_is_better for metric in matching)
+        return [metric for metric in metrics if f"{number}_".startswith(f"{metric.name}_")]  # also 'rmse_t2m'
 
     def early_stop_reason(self, history: Sequence[EpochRecord], metrics: Sequence[Metric]) -> str:
         """Return the reason for stopping a run with these records; '' to continue."""
