@@ -53,7 +53,7 @@ class Loader:
     grid : ProcessGrid
     """
 
-    def __init__(self, source: _IndexedSource | _StreamSource, grid: ProcessGrid) -> None:
+    def __init__(self, source: _MapStyleSource | _IterableSource, grid: ProcessGrid) -> None:
         self.grid, self.epoch, self._source = grid, 0, source
 
     def __len__(self) -> int:
@@ -177,8 +177,8 @@ def loader(
     for name in ("batch_sampler", "generator"):
         if name in options:
             raise ConfigError(f"loader: {name} is not supported; use sampler, batch_size, drop_last and seed instead")
-    is_stream = isinstance(dataset, IterableDataset)
-    if not is_stream and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
+    is_iterable = isinstance(dataset, IterableDataset)
+    if not is_iterable and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
             "loader: expected a map-style data set, with __getitem__ and __len__, or an IterableDataset, got"
             f" {type(dataset).__name__}"
@@ -189,25 +189,25 @@ def loader(
         )
     grid = ProcessGrid() if grid is None else grid
     collate = options.pop("collate_fn", None) or default_collate
-    extent = None if is_stream else _extent_if_read_in_boxes(dataset)
-    tiling_collate = _TilingCollate(collate, grid, extent, spatial, slices_batches=is_stream)
+    extent = None if is_iterable else _extent_if_read_in_boxes(dataset)
+    tiling_collate = _TilingCollate(collate, grid, extent, spatial, slices_batches=is_iterable)
     options |= {"num_workers": num_workers, "collate_fn": tiling_collate}
     order_generator = torch.Generator()
     try:
-        if is_stream:
+        if is_iterable:
             options |= {"shuffle": shuffle, "sampler": sampler, "drop_last": drop_last}
             BatchSampler((), batch_size, drop_last)  # checks the batch size: a DataLoader accepts None
-            return Loader(_StreamSource(dataset, batch_size, seed, **options), grid)
+            return Loader(_IterableSource(dataset, batch_size, seed, **options), grid)
         if sampler is None:
             sampler = RandomSampler(dataset, generator=order_generator) if shuffle else SequentialSampler(dataset)
         batches = BatchSampler(sampler, batch_size, drop_last)
         seeded_dataset = _SeededDataset(dataset, seed, extent, grid)
-        return Loader(_IndexedSource(seeded_dataset, batches, order_generator, grid, **options), grid)
+        return Loader(_MapStyleSource(seeded_dataset, batches, order_generator, grid, **options), grid)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loader: {error}") from error
 
 
-class _IndexedSource:
+class _MapStyleSource:
     """This rank's parts of the batches of a map-style data set, of which it reads its own samples."""
 
     def __init__(
@@ -250,7 +250,7 @@ class _IndexedSource:
         return batches
 
 
-class _StreamSource:
+class _IterableSource:
     """This rank's parts of the batches of an iterable data set, of which it reads all samples."""
 
     def __init__(self, dataset: IterableDataset[Any], batch_size: int, seed: int, **options: Any) -> None:

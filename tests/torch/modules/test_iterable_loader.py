@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from loader_training import train
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import neondist as nd
@@ -41,25 +41,6 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self):
         return len(self.images)
-
-
-def train(dataset, world, factors=(1, 1, 1), epochs=(0, 1), **options):
-    """Return the loss and the sum of the batch for every step."""
-    grid = nd.ProcessGrid(world, *factors)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
-    model = ndt.distribute(net.double(), (3, 2, 9, 11), grid)
-    optimizer, criterion, results = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss(), []
-    loader = ndt.loader(dataset, 3, grid=grid, **options)
-    for loader.epoch in epochs:
-        for image, target in loader:
-            loss = model.loss(criterion, model(image), target["cells"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            results.append((loss.item(), model.gather(image).double().sum().item()))
-            assert target["name"] == [f"sample {at}" for at in target["index"].tolist()] or not len(target["index"])
-    return results
 
 
 @settings(max_examples=6)

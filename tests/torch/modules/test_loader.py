@@ -9,6 +9,7 @@ import torch
 from case_selection import SEED, select_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_training import train
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
@@ -53,25 +54,6 @@ class Boxes(Images):
             "index": index,
             "name": f"sample {index}",
         }
-
-
-def train(dataset, world, factors=(1, 1, 1), epochs=2, **options):
-    """Return the loss and the sum of the batch for every step."""
-    grid = nd.ProcessGrid(world, *factors)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
-    model = ndt.distribute(net.double(), (3, 2, 9, 11), grid)
-    optimizer, criterion, results = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss(), []
-    loader = ndt.loader(dataset, 3, grid=grid, **options)
-    for _ in range(epochs):
-        for image, target in loader:
-            loss = model.loss(criterion, model(image), target["cells"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            results.append((loss.item(), model.gather(image).double().sum().item()))
-            assert target["name"] == [f"sample {at}" for at in target["index"].tolist()] or not len(target["index"])
-    return results
 
 
 @settings(max_examples=8)
