@@ -68,6 +68,8 @@ class Dataset(Registered, ABC):
     _batch_size_and_count: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # set by `open`
 
+    #: messages to the user before training
+    warnings: Sequence[str] = ()
     #: number of shards and index of the shard of each replica, if any
     shard_of_replica: Sequence[tuple[int, int]] = ()
     #: number of samples in the smallest shard

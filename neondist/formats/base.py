@@ -213,6 +213,10 @@ class TileSource(ABC):
     def _unpack(self, raw: np.ndarray) -> np.ndarray:
         return raw if self.packing is None else self.packing.decode(raw)
 
+    def affine(self) -> np.ndarray | None:
+        """Return the 4 x 4 affine from the indices (x, y, z) of a cell to its position; None if the file has none."""
+        return None
+
     def metadata_names(self) -> list[str]:
         """Return the names of the image's metadata."""
         return list(self.metadata)

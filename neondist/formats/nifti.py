@@ -80,6 +80,11 @@ class NIfTISource(TileSource):
             metadata = _volume_metadata(image.header, kept, axes, default_axes)
             super().__init__(path, axes, [shape[axis] for axis in kept], self._value_dtype, metadata=metadata)
 
+    def affine(self) -> np.ndarray | None:
+        """Return the affine that nibabel prefers."""
+        header = self.metadata.get("affine")
+        return None if header is None else np.asarray(header.get_best_affine())
+
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._array_proxy.shape)
         for axis, cut in zip(self._stored_axes, cells, strict=True):

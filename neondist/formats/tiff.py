@@ -25,6 +25,7 @@ from .tiff_segments import SegmentDecoder
 from .tiff_tags import (
     CENTIMETER_UNIT_CODE,
     GEOREFERENCE_TAGS,
+    affine_of_georeference,
     check_colour_space,
     check_same_page_tags,
     check_side_file_nodata,
@@ -180,6 +181,10 @@ class TIFFSource(TileSource):
         if all(page is not None and page.is_final for page in self._pages):
             return CellLayout(axes, dtype, shape, block, tuple(page.dataoffsets[0] for page in self._pages))
         return None
+
+    def affine(self) -> np.ndarray | None:
+        """Return the affine of the georeference."""
+        return affine_of_georeference(self.metadata.get("georeference", {}))
 
     def _read(self, cells: Cells) -> np.ndarray:
         stored_cells = list(cells)

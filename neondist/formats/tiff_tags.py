@@ -8,6 +8,8 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import DataError
 from ..io.regular_file import open_regular
 from .base import AXIS_METADATA_DEFAULTS
@@ -200,6 +202,18 @@ def _scaled_georeference(georeference: Mapping[int, Any], ratio: Mapping[str, fl
     if len(scales) == 3 and len(tie_points) == 6 and not any(tie_points[:2]):
         return {**georeference, _PIXEL_SCALE_TAG: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
     return None
+
+
+def affine_of_georeference(georeference: Mapping[int, Any]) -> np.ndarray | None:
+    """Return the 4 x 4 affine from the indices (x, y, z) of a cell to its position; None if it cannot be derived."""
+    if len(matrix := _to_floats(georeference.get(_MATRIX_TAG))) == 16:
+        return np.reshape(matrix, (4, 4))
+    scales, tie_points = _to_floats(georeference.get(_PIXEL_SCALE_TAG)), _to_floats(georeference.get(_TIE_POINTS_TAG))
+    if len(scales) != 3 or len(tie_points) != 6:
+        return None
+    affine = np.diag([scales[0], -scales[1], scales[2], 1.0])
+    affine[:3, 3] = tie_points[3:] - affine[:3, :3] @ tie_points[:3]
+    return affine
 
 
 def _imagej_metadata(metadata: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def start_messages(experiment: Experiment, plan: Plan) -> Iterator[str]:
     model = experiment.model
     if plan.is_streamed and model.memory is None:
         yield f"a step does not fit into the available memory; {plan.stream}"
+    yield from experiment.dataset.warnings
     if len(experiment.dataset.splits) == 1:
         yield "no validation or test split: only the training loss is reported"
     if note := precision_note(model.backend, model.precision):

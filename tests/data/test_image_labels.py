@@ -315,3 +315,41 @@ def test_palette_masks_are_read_as_indices(tmp_path):
     fields = {"images": f"{tmp_path}/x/*.png", "labels": f"{tmp_path}/y/*.png", "validation": 1, "classes": 3}
     data = run_on_ranks(1, lambda grid: open_dataset(grid, fields))[0]
     assert set(np.unique(data.train.targets([0]))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("transform", "shift", "expected"),
+    [
+        (np.eye(4), 0.0, []),
+        (np.eye(4), 0.05, []),
+        (np.eye(4), 0.4, ["seg.{0} places its cells up to 0.4 cells from those of t1.{0}"]),
+        (np.diag([-1, 1, 1, 1]), 0.0, ["seg.{0} places its cells up to 22 cells from those of t1.{0}"]),
+        (np.zeros((4, 4)), 0.0, []),
+    ],
+    ids=["equal", "rounded", "shifted", "flipped", "unknown"],
+)
+@pytest.mark.parametrize("suffix", ["nii", "tif"])
+def test_masks_elsewhere_than_their_image_are_reported(tmp_path, suffix, transform, shift, expected):
+    """Compare affines; the zero matrix stands for an unknown one, which nibabel users write as the identity."""
+    affine = np.diag([1.5, 2.0, 3.0, 1.0])
+    affine[:2, 3] = -20, 30
+    mask_affine = affine @ transform if transform.any() else np.eye(4)
+    mask_affine[0, 3] += shift * 1.5
+    for name, matrix, dtype in (("t1", affine, "float32"), ("seg", mask_affine, "uint8")):
+        if suffix == "nii":
+            nibabel = pytest.importorskip("nibabel")
+            nibabel.save(nibabel.Nifti1Image(np.zeros((12, 10, 4), dtype), matrix), tmp_path / f"{name}.nii")
+        else:
+            rasterio = pytest.importorskip("rasterio")
+            fields = {"height": 10, "width": 12, "count": 1, "dtype": dtype}
+            if not np.array_equal(matrix, np.eye(4)):
+                fields["transform"] = rasterio.Affine(*matrix[0, [0, 1, 3]], *matrix[1, [0, 1, 3]])
+            with rasterio.open(tmp_path / f"{name}.tif", "w", **fields) as file:
+                file.write(np.zeros((1, 10, 12), dtype))
+    files = {name: str(tmp_path / f"{name}.{suffix}") for name in ("t1", "seg")}
+    data = nd.ImageFiles(images=files["t1"], labels=files["seg"], classes=2, validation=None)
+    data.check()
+    texts = [warning.replace(f"{tmp_path}/", "") for warning in data.warnings]
+    assert [text.partition(",")[0].removeprefix("warning: ") for text in texts] == [
+        text.format(suffix) for text in expected
+    ]

@@ -20,6 +20,7 @@ from ..base import SPLITS, Dataset, Split, count_held_out, count_named_classes, 
 from .image_crops import CropSplit, RandomCropPositions, RandomCropTileReader
 from .image_lists import (
     ImageEntry,
+    describe_misplaced_masks,
     find_masks,
     is_class_map,
     list_images,
@@ -162,7 +163,7 @@ class ImageFiles(Dataset):
         require_same_format(self._images, extents, self.crop is None)
         self.sample_shape = (*extents, first.shape[-1])
         self.classes = self._given_classes
-        target_arrays, masks = [], []
+        target_arrays, masks, self.warnings = [], [], []
         class_names: Sequence[str] = ()
         for labels, splits in splits_by_labels.items():
             items = [item for split in splits for item in items_by_split[split]]
@@ -171,6 +172,7 @@ class ImageFiles(Dataset):
                 target_arrays.append(targets)
             else:
                 masks += find_masks(labels, items, len(extents))
+                self.warnings += describe_misplaced_masks(items, masks[-len(items) :])
         self.class_names = self._given_class_names or class_names
         kinds = {(x.shape[1:], x.dtype.kind) for x in target_arrays} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:

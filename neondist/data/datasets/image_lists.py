@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product, takewhile
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from ...terminal.console import counted
 from ..csv_table import is_number, read_csv_rows
 
 _ARRAY_OR_LEVEL_SUFFIX = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
+_MAX_MISPLACED_CELLS = 0.1
+"""Largest distance between a mask's cell and that of its image, in cells, that is not reported."""
 _PICTURE_SUFFIXES = {suffix for suffix in IMAGE_SUFFIXES if "tif" not in suffix}
 
 
@@ -35,12 +37,14 @@ class ImageEntry:
     name : name of the file, for `open_source`
     leading_index : index of the image on the file's leading axes, before the spatial ones
     shape, dtype : shape (*spatial, C) and dtype of the image
+    affine : affine of the file, if any
     """
 
     name: str
     leading_index: tuple[slice, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
+    affine: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -120,7 +124,8 @@ def list_images(names: Sequence[str], num_axes: int | None, masks: bool = False)
                 raise DataError(f"{name}: has axes {source.axes}; expected {num_spatial} spatial axes and channels")
             for place in product(*map(range, leading_shape)):
                 leading_index = tuple(slice(index, index + 1) for index in place)
-                items.append(ImageEntry(name, leading_index, source.shape[len(leading_shape) :], source.dtype))
+                shape = source.shape[len(leading_shape) :]
+                items.append(ImageEntry(name, leading_index, shape, source.dtype, source.affine()))
     return items
 
 
@@ -196,6 +201,24 @@ def _number_class_names(labels: str, texts: Sequence[str], names: Sequence[str])
         choices = ", ".join(names)[:200]
         raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes ({choices}); correct it")
     return np.array([names.index(text) for text in texts]), names
+
+
+def describe_misplaced_masks(images: Sequence[ImageEntry], masks: Sequence[ImageEntry]) -> list[str]:
+    """Return a warning if affines place masks elsewhere than their images; nibabel users often write an identity."""
+    texts = list[str]()
+    for image, mask in zip(images, masks, strict=True):
+        if image.affine is None or mask.affine is None or np.array_equal(mask.affine, np.eye(4)):
+            continue
+        extents = (*reversed(image.extents), 1)[:3]
+        corners = np.array([(*corner, 1) for corner in product(*((0, n - 1) for n in extents))])
+        cell_size = np.linalg.norm(image.affine[:3, : len(image.extents)], axis=0).min()
+        distance = np.linalg.norm((corners @ (mask.affine - image.affine).T)[:, :3], axis=1).max() / cell_size
+        if distance > _MAX_MISPLACED_CELLS:
+            texts.append(f"{mask.name} places its cells up to {distance:.3g} cells from those of {image.name}")
+    if not texts:
+        return []
+    others = f" (and {counted(len(texts) - 1, 'other mask')})" if len(texts) > 1 else ""
+    return [f"warning: {texts[0]}{others}, but cells are paired by index; resample it, or correct its affine"]
 
 
 def find_masks(pattern: str, items: Sequence[ImageEntry], num_axes: int) -> list[ImageEntry]:
