@@ -97,7 +97,7 @@ def _winograd_convolution(x: torch.Tensor, weight: torch.Tensor, padding: Pair, 
             torch.add(half[1] - half[2], half[3], out=target[..., 1, :])
     if list(y.shape[2:]) == extents:  # a view of y, as the result of a Function, could not be modified in place
         return y
-    return y[:, :, : extents[0], : extents[1]].contiguous()
+    return y[:, :, : extents[0], : extents[1]].clone(memory_format=torch.contiguous_format)
 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pair) -> torch.Tensor:

@@ -28,12 +28,12 @@ def test_results_and_gradients(data, n, c, o, dilation):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("extents", [(8, 8), (9, 8), (7, 5)])
-def test_results_may_be_written_in_place(extents, monkeypatch):
+@pytest.mark.parametrize(("extents", "channels"), [((8, 8), 3), ((9, 8), 3), ((7, 5), 3), ((7, 4), 1)])
+def test_results_may_be_written_in_place(extents, channels, monkeypatch):
     """As by the addition of the bias, and by a ReLU."""
     for name, least in (("_MIN_CHANNELS", 1), ("_MIN_TILES", 1), ("_MAX_COVERED_PER_OUTPUT", 9)):
         monkeypatch.setattr(winograd, name, least)
-    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, *extents), (3, 2, 3, 3), (3,))]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, *extents), (channels, 2, 3, 3), (channels,))]
     results = []
     for convolve in (winograd.conv2d_with_winograd, F.conv2d):
         own = [a.clone().requires_grad_() for a in inputs]
