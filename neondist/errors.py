@@ -6,8 +6,7 @@ Everything else is a defect, or a failure of the machine: a traceback and exit c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 MAX_MESSAGE_LENGTH = 4000
@@ -116,12 +115,20 @@ class RemoteError(NeondistError):
     """Another rank failed; see its own message."""
 
 
-@contextmanager
-def set_error_subject(subject: object) -> Iterator[None]:
+class _ErrorSubject(AbstractContextManager[None]):
+    """A context manager without a generator, since layers enter one for each of their calls."""
+
+    def __init__(self, subject: object) -> None:
+        self._subject = subject
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UserError) and error.subject is None:
+            error.subject = self._subject
+
+
+def set_error_subject(subject: object) -> AbstractContextManager[None]:
     """Set the subject of a UserError raised in the block to `subject`, unless the error already has one."""
-    try:
-        yield
-    except UserError as error:
-        if error.subject is None:
-            error.subject = subject
-        raise
+    return _ErrorSubject(subject)
