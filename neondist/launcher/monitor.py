@@ -168,8 +168,9 @@ class Monitor:
                 for connection in self._connections:
                     connection.idle_seconds += elapsed
                 self._remove_dead_connections(selector)
-                absent_ranks = [rank for rank in range(self.ranks) if rank not in self.rank_states]
-                if absent_ranks and seconds > self.start_timeout and not self.failure_message and not self.exit_code:
+                any_absent = len(self.rank_states) < self.ranks
+                if any_absent and seconds > self.start_timeout and not self.failure_message and not self.exit_code:
+                    absent_ranks = [rank for rank in range(self.ranks) if rank not in self.rank_states]
                     self.lost_rank = absent_ranks[0]
                     self._record_silent_ranks(absent_ranks, self.start_timeout)
         for listener in (self._wake_receiver, *self._listeners, *(one.socket for one in self._connections)):
