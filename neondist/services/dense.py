@@ -36,6 +36,10 @@ class DenseParameters:
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat_layouts = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
         self._dense_sizes = {dtype: layout.dense_size(dtype) for dtype in layout.dtypes}
+        self._sparse_pieces = {
+            dtype: [(piece, cells) for piece, cells in layout.pieces_of_dtype(dtype) if piece.sends_rows]
+            for dtype in layout.dtypes
+        }
         self._row_versions = {
             piece.name: np.zeros(piece.row_shape[:1], np.int64) for piece in layout.pieces if piece.sends_rows
         }
@@ -110,8 +114,7 @@ class DenseParameters:
 
     def _sparse_rows(self, dtype: str, flat: np.ndarray) -> list[tuple[ServerPiece, np.ndarray]]:
         """Return the sparse pieces with their rows in a flat array, as views."""
-        pieces = self.layout.pieces_of_dtype(dtype)
-        return [(piece, flat[cells].reshape(piece.row_shape)) for piece, cells in pieces if piece.sends_rows]
+        return [(piece, flat[cells].reshape(piece.row_shape)) for piece, cells in self._sparse_pieces[dtype]]
 
 
 def select_rows(piece: ServerPiece, rows: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
