@@ -9,7 +9,7 @@ import torch
 from case_selection import SEED, select_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_training import train
+from loader_runs import check_global_generators_unchanged, train
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
@@ -94,15 +94,7 @@ def test_batches_match_data_loader(shuffle, options):
 
 
 def test_global_generators_are_unchanged():
-    torch.manual_seed(5)
-    np.random.seed(5)
-    random.seed(5)
-    list(ndt.loader(Images(), 3, grid=nd.ProcessGrid.serial()))
-    numbers = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(5)
-    np.random.seed(5)
-    random.seed(5)
-    assert numbers == (torch.rand(1), np.random.rand(), random.random())
+    check_global_generators_unchanged(Images())
 
 
 class UnseededImages(Images):

@@ -1,5 +1,8 @@
-"""Training of a small network with the batches of `ndt.loader`."""
+"""Runs of `ndt.loader`: training of a small network, and the random numbers drawn afterwards."""
 
+import random
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,3 +27,16 @@ def train(dataset, world, factors=(1, 1, 1), epochs=2, **options):
             results.append((loss.item(), model.gather(image).double().sum().item()))
             assert target["name"] == [f"sample {at}" for at in target["index"].tolist()] or not len(target["index"])
     return results
+
+
+def check_global_generators_unchanged(dataset):
+    """Check that an epoch leaves the generators of torch, NumPy and Python as they were."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    list(ndt.loader(dataset, 3, grid=nd.ProcessGrid.serial()))
+    numbers = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    assert numbers == (torch.rand(1), np.random.rand(), random.random())
