@@ -20,6 +20,7 @@ from ..geometry.grid_shape import grid_shape
 from ..io.files import atomic_replacement, convert_file_errors
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.generations import run_generations
+from ..launcher.members import needs_generations
 from ..launcher.ranks import run_on_ranks
 from ..launcher.workers import check_worker_options, open_job_fork_server, read_worker_spec, run_workers
 from ..system.job import detect_job
@@ -178,7 +179,7 @@ def train(arguments: argparse.Namespace) -> int:
         return result.stop.exit_code if result.stop else 0
 
     def run_elsewhere(prepared: tuple[Any, Any]) -> int | None:
-        if arguments.restarts is not None or arguments.source is not None:
+        if needs_generations(arguments):
             return run_generations(arguments, prepared[1])
         return run_workers(arguments, prepared[1])
 

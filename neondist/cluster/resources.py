@@ -146,12 +146,12 @@ class ResourceSpec:
         entries = typed_value(top["nodes"], "nodes", list, "a list")
         if not entries:
             raise node_error(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
-        is_only_node, bandwidths = len(entries) == 1, list[float]()
+        is_only_node = len(entries) == 1
         self.nodes = [
-            self._parse_node(node, join_path("nodes", index), is_only_node, bandwidths)
-            for index, node in enumerate(entries)
+            self._parse_node(node, join_path("nodes", index), is_only_node) for index, node in enumerate(entries)
         ]
-        self.lowest_bandwidth = min(bandwidths, default=None)
+        given = [node for node, entry in zip(self.nodes, entries, strict=True) if "network_bandwidth" in entry.value]
+        self.lowest_bandwidth = min((node.network_bandwidth for node in given), default=None)
         self._check_chief(top["nodes"], entries)
         self._check_addresses(entries)
 
@@ -181,10 +181,8 @@ class ResourceSpec:
         """Number of devices that can own parameters: CPUs, at least one per node."""
         return sum(len(node.cpus) for node in self.nodes)
 
-    def _parse_node(self, node: yaml_nodes.Node, path: str, is_only_node: bool, bandwidths: list[float]) -> Node:
-        """Return a node, and append its bandwidth to `bandwidths` if it is given."""
+    def _parse_node(self, node: yaml_nodes.Node, path: str, is_only_node: bool) -> Node:
         fields = convert_fields(node, path, _NODE_FIELDS, ["address"])
-        bandwidths += [fields["network_bandwidth"]] if "network_bandwidth" in fields else []
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", str(fields["address"])):
             raise field_error(node, path, "address", f"'{fields['address']}' is not a host name or IP address")
         if ":" in str(fields["address"]) and not _is_ip_address(str(fields["address"])):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, ShapeError
 from ..geometry import Box
-from .coordinates import coordinate_along_axis, require_equal_coordinates, unpacked_values
+from .coordinates import coordinate_values, require_equal_coordinates
 from .fields import FieldMetadata
 from .table import open_source
 
@@ -102,8 +102,7 @@ class _CellWeightVariable:
         """Raise DataError if the weights have other rows or columns than the fields."""
         variables = self._source.auxiliary_variables()[0]
         for letter, reference in fields.coordinates.items():
-            coord = coordinate_along_axis(self._source, letter, variables)
-            values = None if coord is None else unpacked_values(self._source.path, coord).astype(np.float64)
+            values = coordinate_values(self._source, letter, variables)
             if values is not None and reference is not None and values.shape == reference.shape:
                 require_equal_coordinates(self._source, letter, values, fields.source, reference)
 

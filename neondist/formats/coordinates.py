@@ -35,6 +35,14 @@ def coordinate_along_axis(
     return next((one for one in with_values if one.name == name), times[0] if times else None)
 
 
+def coordinate_values(
+    source: TileSource, axis_letter: str, variables: Sequence[AuxiliaryVariable]
+) -> np.ndarray | None:
+    """Return the coordinates along an axis in float64, or None if the file has none."""
+    coord = coordinate_along_axis(source, axis_letter, variables)
+    return None if coord is None else unpacked_values(source.path, coord).astype(np.float64)
+
+
 def require_equal_coordinates(
     source: TileSource, axis_letter: str, values: np.ndarray, other: str, reference: np.ndarray
 ) -> None:

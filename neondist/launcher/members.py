@@ -100,6 +100,11 @@ def resolve_host_options(arguments: argparse.Namespace, job: Job | None) -> None
         _resolve_ranks(arguments)
 
 
+def needs_generations(arguments: argparse.Namespace) -> bool:
+    """Return whether a job may need several generations: after failures, or if its hosts change."""
+    return arguments.restarts is not None or arguments.source is not None
+
+
 def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if job is not None:
         raise LaunchError("--hosts-from: an MPI job has already placed its ranks; leave out --hosts-from")

@@ -95,7 +95,7 @@ def run_on_ranks(
             say("starting the ranks", sys.stderr)
         if (code := run_elsewhere(prepared)) is not None:
             return code
-        if arguments.restarts is not None or arguments.source is not None:
+        if members.needs_generations(arguments):
             return run_generations(arguments, prepared)
         return report_failure(launch(arguments, arguments.signals.received_signals), arguments)
     if arguments.watched:
@@ -117,7 +117,7 @@ def run_script_on_ranks(arguments: argparse.Namespace) -> int:
     arguments.ranks = arguments.ranks or 1
     if not needs_launch(arguments, None):
         require_mpirun(os.environ)
-    if arguments.restarts is not None or arguments.source is not None:
+    if members.needs_generations(arguments):
         return run_generations(arguments, None)
     return report_failure(launch(arguments), arguments)
 

@@ -15,6 +15,7 @@ from ...formats.conventions import AuxiliaryVariable
 from ...formats.coordinates import (
     calendar_of,
     coordinate_along_axis,
+    coordinate_values,
     dimension_name,
     latitudes_of,
     require_equal_coordinates,
@@ -299,8 +300,7 @@ class FieldSeries:
                 " dimensions: regrid one of them, or leave it out"
             )
         for letter in "YX":
-            coord = coordinate_along_axis(source, letter, auxiliaries)
-            values = None if coord is None else unpacked_values(source.path, coord).astype(np.float64)
+            values = coordinate_values(source, letter, auxiliaries)
             if values is not None and not np.isfinite(values).all():
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_name(source, letter)} has missing values; give each row"

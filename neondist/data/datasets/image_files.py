@@ -171,8 +171,9 @@ class ImageFiles(Dataset):
                 targets, self.classes, class_names = read_labels(labels, items, self.classes, class_names)
                 target_arrays.append(targets)
             else:
-                masks += find_masks(labels, items, len(extents))
-                self.warnings += describe_misplaced_masks(items, masks[-len(items) :])
+                masks_of_items = find_masks(labels, items, len(extents))
+                masks += masks_of_items
+                self.warnings += describe_misplaced_masks(items, masks_of_items)
         self.class_names = self._given_class_names or class_names
         kinds = {(x.shape[1:], x.dtype.kind) for x in target_arrays} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
